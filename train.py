@@ -1,0 +1,203 @@
+"""Trains a Transformer-XL: builds it, loops over its updates, logs, evaluates, saves.
+
+python train.py                                  the default run
+python train.py model.n_layer=8 steps=2000       any value is an override
+python train.py --help                           all of them
+"""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+from txl import config as hydra_config
+from txl.config import build
+from txl.settings import TRAINED, Train
+
+
+@hydra_config.entry_point("train")
+def main(cfg) -> float:
+    """Trains, or goes on, or reports the finished run; returns the best valid nll (nats per token)."""
+    from txl import runs
+    from txl.runtime import locked
+
+    overrides, folder = hydra_config.task_overrides(), None
+    if cfg.resume is not None:
+        folder = Path(cfg.resume)
+        overrides = runs.resumed_overrides(folder, overrides or [])
+        cfg = hydra_config.compose("train", overrides)
+    hydra_config.check(cfg)
+    config = runs.absolute_paths(hydra_config.plain(cfg))
+    if folder is None:
+        path = runs.folder(config, overrides)
+        runs.refuse_another(path, config)
+    else:
+        path, config = folder, runs.resumed_paths(folder, config, hydra_config.task_overrides() or [])
+    changed = runs.differences(path, config)
+    if (result := runs.result(path)) is not None and not changed:
+        return report(path, result)
+    for line in changed:
+        print(f"resume: {line}", file=sys.stderr)
+
+    settings = Train(**{key: value for key, value in config.items() if key != "_target_"})
+    parts = assemble(settings)
+    runs.make(path)
+    with locked(path):
+        runs.go_on(path, parts, settings)
+        (path / "result.json").unlink(missing_ok=True)
+        hydra_config.save_yaml(config, path / "config.yaml")
+        (path / "overrides.json").write_text(json.dumps(overrides or []) + "\n")
+        train(path, parts, settings, config)
+        return report(path, finish(path, parts, settings))
+
+
+def assemble(settings: Train):
+    """Everything that the configuration describes: data, vocabulary, model, optimizer; nothing is written but token files."""
+    import torch
+
+    from txl.data.streams import Lanes
+    from txl.optim import parameter_groups
+    from txl.runs import Parts
+    from txl.runtime import choose_device, set_seed
+    from txl.training import Run
+
+    device = choose_device(settings.device)
+    set_seed(settings.seed, deterministic=settings.deterministic)
+    corpus = build(settings.data, cache_dir=settings.cache_dir)
+    vocab = corpus.vocabulary()
+    splits = {name: corpus.split(name, vocab) for name in ("train", "valid", "test")}
+    lanes = Lanes(splits["train"].tokens, batch_size=settings.batch_size, tgt_len=settings.tgt_len)
+    n_token = settings.model["n_token"] or vocab.n_token
+    if n_token < vocab.n_token:
+        raise ValueError(
+            f"model.n_token: {n_token} is smaller than the vocabulary of {vocab.n_token}; null takes it from there"
+        )
+    model_config = {**settings.model, "n_token": n_token}
+    model = build(model_config).to(device)
+    optimizer = build(settings.optimizer)(parameter_groups(model))
+    scaler = torch.amp.GradScaler(device.type, enabled=settings.precision == "fp16")
+    run = Run(model=model, optimizer=optimizer, lanes=lanes, scaler=scaler)
+    return Parts(corpus=corpus, vocab=vocab, splits=splits, model_config=model_config, run=run)
+
+
+def train(path: Path, parts, settings: Train, config: dict) -> None:
+    """Runs the updates that are left; after each, whatever is due: a line of the log, the valid figure, a checkpoint."""
+    from txl import checkpoint, runs, tracking
+    from txl.runtime import StopSignals, profiled
+    from txl.training import updates
+
+    run = parts.run
+    tracker, metrics = build(settings.tracker), tracking.Metrics(path / "metrics.jsonl", step=run.step)
+    tracker.start(folder=path, name=f"{settings.name}/{path.name}", config=config)
+    if settings.compile:
+        run.model.compile(dynamic=False)
+
+    def log(row: dict) -> None:
+        row = {"step": run.step, "tokens": run.tokens, **row}
+        metrics.log(row)
+        tracker.log(row)
+        display.show(row)
+
+    with StopSignals() as stop, tracking.Display(steps=settings.steps, step=run.step) as display:
+        steps = updates(
+            run,
+            steps=settings.steps,
+            lr=settings.optimizer["lr"],
+            schedule=build(settings.schedule),
+            clip=settings.clip,
+            precision=settings.precision,
+        )
+        if settings.profile is not None:
+            steps = profiled(steps, settings.profile, path)
+        speed, clock = tracking.Speed(), time.monotonic()
+        for update in steps:
+            display.advance(update.step)
+            speed.add(update.n_token)
+            last = update.step == settings.steps
+            if update.step % settings.log_every == 0 or last:
+                log({**run.take_unlogged(), "train/lr": update.lr, "train/grad_norm": update.grad_norm, **speed.take()})
+            if update.step % settings.eval_every == 0 or last:
+                with speed.paused():
+                    figure = measure(parts, "valid", settings, max_segments=settings.eval["max_segments"])
+                    log({f"valid/{name}": figure[name] for name in ("nll", "ppl", "bits_per_token", "bits_per_byte")})
+                    if figure["nll"] < min(run.valid_nll, default=float("inf")):
+                        checkpoint.save(path / "best.pt", runs.content_of(parts, config))
+                    run.valid_nll.append(figure["nll"])
+                    tracking.draw_curves(path / "curves.png", tracking.read_metrics(path / "metrics.jsonl"))
+            run.seconds, clock = run.seconds + time.monotonic() - clock, time.monotonic()
+            if update.step % settings.save_every == 0 or last or stop.received:
+                with speed.paused():
+                    runs.save_last(
+                        path, runs.content_of(parts, config) | {"run": run.state_dict()}, keep=settings.keep_last
+                    )
+            if stop.received and not last:
+                tracking.draw_curves(path / "curves.png", tracking.read_metrics(path / "metrics.jsonl"))
+                tracker.finish()
+                raise hydra_config.Stopped.by(
+                    stop.received, f"stopped after update {run.step} of {settings.steps}, everything saved in {path}"
+                )
+    metrics.close()
+    tracker.finish()
+
+
+def measure(parts, split: str, settings: Train, *, max_segments: int | None = None) -> dict:
+    """The figure of a split with the settings under `eval.`."""
+    from txl import checkpoint
+    from txl.evaluation import evaluate
+
+    model, config, reading = parts.run.model, parts.model_config, settings.eval
+    if reading["mem_len"] != TRAINED:
+        config = checkpoint.model_config(config, mem_len=reading["mem_len"], clamp_len=TRAINED, same_length=TRAINED)
+        model = checkpoint.twin(model, config)
+    tgt_len = settings.tgt_len if reading["tgt_len"] == TRAINED else reading["tgt_len"]
+    return evaluate(
+        model,
+        parts.splits[split],
+        config,
+        tgt_len=tgt_len,
+        batch_size=reading["batch_size"],
+        precision=settings.precision,
+        max_segments=max_segments,
+    )
+
+
+def finish(path: Path, parts, settings: Train) -> dict:
+    """The figures of the best checkpoint, and a text that it writes."""
+    from txl import checkpoint, generation
+    from txl.data.vocab import fingerprint
+    from txl.runtime import write_json, write_whole
+
+    best = checkpoint.load(path / "best.pt", key="name")
+    checkpoint.load_weights(parts.run.model, best["model"], key="name")
+    sampling = build(settings.sample)
+    text = generation.sample_text(
+        parts.run.model, parts.vocab, b"", sampling, context=settings.tgt_len, seed=settings.seed
+    )
+    write_whole(path / "sample.txt", lambda file: file.write(text))
+    result = {
+        "valid": measure(parts, "valid", settings),
+        "test": measure(parts, "test", settings),
+        "step": best["step"],
+        "tokens_seen": best["tokens"],
+        "seconds": round(parts.run.seconds, 3),
+        "parameters": sum(parameter.numel() for parameter in parts.run.model.parameters()),
+        "corpus": parts.corpus.fingerprint(),
+        "vocabulary": fingerprint(parts.vocab),
+    }
+    write_json(path / "result.json", result)
+    return result
+
+
+def report(path: Path, result: dict) -> float:
+    """Prints a finished run: its figures, its folder, its sample; returns the best valid nll."""
+    from txl import tracking
+
+    tracking.figures_table({name: result[name] for name in ("valid", "test")})
+    print(f"run: {path}   (update {result['step']}, {result['parameters']:,} parameters, {result['seconds']:.0f} s)")
+    if (path / "sample.txt").exists():
+        print("sample:\n" + (path / "sample.txt").read_text(errors="replace"))
+    return result["valid"]["nll"]
+
+
+if __name__ == "__main__":
+    hydra_config.launch(main)

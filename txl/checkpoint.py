@@ -1,0 +1,148 @@
+"""Checkpoints: one file of plain tensors and values. What comes out of one is data from a stranger; nothing in it is executed."""
+
+import functools
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from txl.data import corpus, vocab
+from txl.layers.memory import NoMemory, SegmentMemory
+from txl.layers.position import RelativePosition
+from txl.layers.softmax import FullSoftmax
+from txl.model import TransformerXL
+from txl.runtime import write_whole
+from txl.settings import TRAINED
+
+FORMAT = "txl-1"
+CLASSES = {
+    f"{entry.__module__}.{entry.__qualname__}": entry
+    for entry in (
+        TransformerXL,
+        SegmentMemory,
+        NoMemory,
+        RelativePosition,
+        FullSoftmax,
+        corpus.python_docs,
+        corpus.python_source,
+        corpus.text_files,
+        vocab.Bytes,
+        vocab.Characters,
+    )
+}
+
+
+def construct(node: Any, **sizes: Any) -> Any:
+    """Makes what a checkpoint's configuration describes; `_target_` must be an exact name in the table of this file."""
+    if isinstance(node, list):
+        return [construct(item) for item in node]
+    if not isinstance(node, Mapping):
+        return node
+    if "_target_" not in node:
+        return {key: construct(value) for key, value in node.items()}
+    if node["_target_"] not in CLASSES:
+        raise ValueError(f"checkpoint: its configuration names {node['_target_']!r}, which no model of ours is made of")
+    arguments = {key: construct(value) for key, value in node.items() if key not in ("_target_", "_partial_")}
+    make = functools.partial if node.get("_partial_") else lambda target, **given: target(**given)
+    try:
+        return make(CLASSES[node["_target_"]], **{**arguments, **sizes})
+    except TypeError as error:
+        raise ValueError(f"checkpoint: its configuration does not fit this version ({error})") from error
+
+
+def model_config(config: Mapping[str, Any], *, mem_len: Any, clamp_len: Any, same_length: Any) -> dict[str, Any]:
+    """A model's configuration with other reading settings; the word `trained` leaves one as it is, None turns it off."""
+    memory, position = dict(config["memory"]), dict(config["position"])
+    if mem_len is None:
+        memory = {"_target_": "txl.layers.memory.NoMemory"}
+    elif mem_len != TRAINED:
+        target = memory["_target_"] if "mem_len" in memory else "txl.layers.memory.SegmentMemory"
+        memory |= {"_target_": target, "mem_len": mem_len}
+    if clamp_len != TRAINED:
+        position["clamp_len"] = clamp_len
+    changed = {**config, "memory": memory, "position": position}
+    if same_length != TRAINED:
+        changed["same_length"] = bool(same_length)
+    return changed
+
+
+def twin(model: nn.Module, config: Mapping[str, Any]) -> nn.Module:
+    """A model of another configuration on the same parameters: what trains the one changes the other."""
+    with torch.device("meta"):
+        other = construct(config)
+    other.load_state_dict(model.state_dict(), assign=True)
+    return other.eval()
+
+
+def save(path: Path, content: Mapping[str, Any]) -> None:
+    """Writes a checkpoint, whole or not at all. Raises OSError, with the free space, if it cannot."""
+    try:
+        write_whole(path, lambda file: torch.save({"format": FORMAT, **content}, file))
+    except (OSError, RuntimeError) as error:  # torch calls a full disk a RuntimeError, in words about positions
+        free = shutil.disk_usage(path.parent).free
+        raise OSError(f"name: {path} cannot be written, {free:,} bytes are free there ({error})") from error
+
+
+def locate(checkpoint: str, key: str = "checkpoint") -> Path:
+    """The file that `checkpoint=` means: itself, or best.pt of a run folder. Raises ValueError where there is none."""
+    path = Path(checkpoint)
+    if path.is_dir():
+        if not (path / "best.pt").exists():
+            raise ValueError(f"{key}: {checkpoint} holds no best.pt; is it the folder of a run?")
+        path = path / "best.pt"
+    if not path.is_file():
+        raise ValueError(f"{key}: there is no file or run folder {checkpoint}")
+    return path
+
+
+def load(path: Path, key: str = "checkpoint") -> dict[str, Any]:
+    """Reads a checkpoint of ours to the CPU. Raises ValueError for a file that is truncated or something else."""
+    try:
+        content = torch.load(path, weights_only=True, map_location="cpu")
+    except Exception as error:  # torch tells damage in a dozen ways, from EOFError to KeyError
+        raise ValueError(f"{key}: {path} is damaged or no checkpoint ({type(error).__name__})") from error
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise ValueError(f"{key}: {path} is no checkpoint of this project")
+    try:
+        content["config"], content["vocab"] = json.loads(content["config"]), json.loads(content["vocab"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{key}: {path} holds no readable configuration ({type(error).__name__})") from error
+    return content
+
+
+def vocabulary(content: Mapping[str, Any]) -> vocab.Vocabulary:
+    """The checkpoint's vocabulary. Raises ValueError if its model was made for a larger one."""
+    own = vocab.from_state(content["vocab"])
+    if own.n_token > content["config"]["model"]["n_token"]:
+        raise ValueError(f"checkpoint: its vocabulary of {own.n_token} is larger than its model's n_token")
+    return own
+
+
+def load_weights(model: nn.Module, state: Mapping[str, Any], key: str = "checkpoint") -> None:
+    """Copies saved parameters into the model after comparing every name, shape and type. Raises ValueError at a difference."""
+    own = model.state_dict()
+    if state.keys() != own.keys():
+        name = sorted(state.keys() ^ own.keys())[0]
+        raise ValueError(f"{key}: its weights do not fit the model: {name} is only in one of them")
+    for name, tensor in own.items():
+        given = state[name]
+        same = isinstance(given, torch.Tensor) and (given.shape, given.dtype, given.layout) == (
+            tensor.shape,
+            tensor.dtype,
+            tensor.layout,
+        )
+        if not same:
+            found = f"{tuple(given.shape)}, {given.dtype}" if isinstance(given, torch.Tensor) else type(given).__name__
+            raise ValueError(f"{key}: {name} is {found}; the model has {tuple(tensor.shape)}, {tensor.dtype}")
+    model.load_state_dict(state)
+
+
+def load_model(content: Mapping[str, Any], config: Mapping[str, Any] | None = None) -> nn.Module:
+    """The checkpoint's model in eval mode, or one of another configuration with its weights."""
+    model = construct(config or content["config"]["model"])
+    load_weights(model, content["model"])
+    return model.eval()

@@ -1,0 +1,1 @@
+"""The data's walk is one way: text -> vocabulary -> token file -> lanes -> segment."""

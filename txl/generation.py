@@ -1,0 +1,140 @@
+"""Generation: a prompt is read once, then each new token costs one step; the memory carries what came before."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from txl.data.vocab import Vocabulary
+from txl.runtime import autocast
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How the next token is drawn from log p.
+
+    temperature t: p^(1/t), renormalised; 0 takes the most probable token. top_k: only the k most probable (Fan et al.
+    2018). top_p: only the fewest tokens that together have probability p (Holtzman et al. 2020, section 3.1), at least
+    one. Both are taken after the temperature, top_k first. Raises ValueError for values outside their range.
+    """
+
+    max_new_tokens: int = 500
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+
+    def __post_init__(self):
+        if self.max_new_tokens < 0:
+            raise ValueError(f"max_new_tokens: must be at least 0, got {self.max_new_tokens}")
+        if not self.temperature >= 0 or self.temperature == float("inf"):
+            raise ValueError(f"temperature: must be at least 0 (0 is greedy), got {self.temperature}")
+        if self.top_k is not None and self.top_k < 1:
+            raise ValueError(f"top_k: must be at least 1, or null for all tokens; got {self.top_k}")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p: must lie in (0, 1], or be null for all tokens; got {self.top_p}")
+
+    def draw(self, log_probs: Float[Tensor, "v"], generator: torch.Generator) -> int:
+        """One token. Computed on the CPU, so that a seed gives the same text on every device that gives the same log p."""
+        log_probs = log_probs.detach().cpu().double()
+        if self.temperature == 0:
+            return int(log_probs.argmax())
+        scores, tokens = (log_probs / self.temperature).sort(descending=True, stable=True)
+        scores, tokens = scores[: self.top_k], tokens[: self.top_k]
+        probabilities = scores.softmax(dim=0)
+        if self.top_p is not None:
+            before = probabilities.cumsum(dim=0) - probabilities
+            kept = int((before < self.top_p).sum())
+            probabilities, tokens = probabilities[:kept], tokens[:kept]
+        return int(tokens[torch.multinomial(probabilities, 1, generator=generator)])
+
+
+@dataclass(frozen=True)
+class Read:
+    """A text as the model has read it: log p of the token after it, and the memory; continued as often as one likes."""
+
+    log_probs: Float[Tensor, "v"]
+    mems: list[Float[Tensor, "1 _ m"]]
+    recent: Int[Tensor, "1 _"]  # without a memory, the text itself
+
+
+class Reader:
+    """Reads tokens with the memory carried. A model without memory is given the last `context` tokens again each time."""
+
+    def __init__(self, model: nn.Module, *, context: int, precision: str = "fp32"):
+        self.model, self.context, self.precision = model.eval(), context, precision
+        self.device = next(model.parameters()).device
+
+    @torch.inference_mode()
+    def read(self, tokens: Int[Tensor, "1 _"], after: Read | None = None) -> Read:
+        """Reads one token or more, in segments of at most `context`, after what was read before."""
+        tokens = tokens.to(self.device)
+        if self.model.memory.mem_len is None:
+            recent = tokens if after is None else torch.cat([after.recent, tokens], dim=1)
+            recent = recent[:, -self.context :]
+            log_probs, mems = self._forward(recent, None)
+        else:
+            mems, recent = (after.mems if after else None), tokens[:, :0]
+            for segment in tokens.split(self.context, dim=1):
+                log_probs, mems = self._forward(segment, mems)
+        return Read(log_probs=log_probs[0, -1], mems=mems, recent=recent)
+
+    def _forward(
+        self, tokens: Int[Tensor, "1 i"], mems: list[Tensor] | None
+    ) -> tuple[Float[Tensor, "1 i v"], list[Tensor]]:
+        with autocast(self.device, self.precision):
+            return self.model(tokens, mems)
+
+
+def encode_prompt(vocab: Vocabulary, prompt: bytes) -> Int[Tensor, "1 _"]:
+    """The prompt's tokens; an empty prompt is a newline. Raises ValueError for characters that the vocabulary lacks."""
+    prompt = prompt or b"\n"
+    if unknown := vocab.unknown(prompt):
+        names = ", ".join(map(ascii, unknown[:5]))
+        raise ValueError(f"prompt: the checkpoint's vocabulary lacks {names}{' and more' if len(unknown) > 5 else ''}")
+    return torch.from_numpy(vocab.encode(prompt).astype("int64"))[None]
+
+
+def generate(reader: Reader, prompt: Read, sampling: Sampling, generator: torch.Generator) -> Iterator[int]:
+    """The tokens that continue what was read, one by one."""
+    state = prompt
+    for remaining in range(sampling.max_new_tokens, 0, -1):
+        token = sampling.draw(state.log_probs, generator)
+        yield token
+        if remaining > 1:
+            state = reader.read(torch.tensor([[token]]), state)
+
+
+def sample_seed(seed: int, sample: int) -> torch.Generator:
+    """The generator of one of several samples: it does not depend on how many are drawn or how long the others are."""
+    return torch.Generator().manual_seed((seed * 1_000_003 + sample) % 2**63)
+
+
+def until(pieces: Iterable[bytes], stop: bytes | None) -> Iterator[bytes]:
+    """Passes pieces of text on, as early as they cannot belong to `stop`, and ends before it."""
+    if not stop:
+        yield from pieces
+        return
+    held = b""
+    for piece in pieces:
+        held += piece
+        place = held.find(stop)
+        if place >= 0:
+            yield held[:place]
+            return
+        keep = next((n for n in range(min(len(stop) - 1, len(held)), 0, -1) if held.endswith(stop[:n])), 0)
+        yield held[: len(held) - keep]
+        held = held[len(held) - keep :]
+    yield held
+
+
+def sample_text(
+    model: nn.Module, vocab: Vocabulary, prompt: bytes, sampling: Sampling, *, context: int, seed: int
+) -> bytes:
+    """One continuation of a prompt, whole."""
+    if not prompt and vocab.unknown(b"\n"):
+        prompt = vocab.decode([vocab.n_token - 1])  # a text of one line: begin with any of its characters
+    reader = Reader(model, context=context)
+    tokens = generate(reader, reader.read(encode_prompt(vocab, prompt)), sampling, sample_seed(seed, 0))
+    return vocab.decode(tokens)

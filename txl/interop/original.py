@@ -1,0 +1,172 @@
+"""The authors' PyTorch model (kimiyoung/transformer-xl, `MemTransformerLM`): its parameter names and arguments.
+
+| theirs                               | ours                                    |
+| ------------------------------------ | --------------------------------------- |
+| word_emb.emb_layers.0.weight         | softmax.weight                          |
+| word_emb.emb_projs.0                 | softmax.emb_proj                        |
+| crit.out_layers.0.weight, .bias      | softmax.out_weight (tied: weight), out_bias |
+| crit.out_projs.0                     | softmax.out_proj                        |
+| layers.l.dec_attn.qkv_net.weight     | layers.l.attention.q_net and kv_net     |
+| layers.l.dec_attn.r_net.weight       | layers.l.attention.position.r_net       |
+| r_w_bias, r_r_bias (u, v)            | position.r_w_bias, r_r_bias of all layers |
+| layers.l.dec_attn.layer_norm         | layers.l.attention_norm                 |
+| layers.l.pos_ff.CoreNet.0, .3        | layers.l.feedforward.inner, outer       |
+| layers.l.pos_ff.layer_norm           | layers.l.feedforward_norm               |
+
+Models with untied biases, which the authors' PyTorch code lacks and their TensorFlow code has, use Hugging Face's names
+for them: layers.l.dec_attn.r_w_bias and r_r_bias, and a flag `untie_r`.
+"""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from txl.layers.memory import NoMemory, SegmentMemory
+from txl.layers.position import RelativePosition
+from txl.layers.softmax import FullSoftmax
+from txl.model import TransformerXL
+
+IGNORED = {"pos_emb.inv_freq"}
+SIZES = ("n_token", "n_layer", "n_head", "d_model", "d_head", "d_inner")
+
+
+def _tied_projection(flags: Mapping[str, Any]) -> bool:
+    """The authors give a list, one entry a cluster; a bare true means every cluster but the first."""
+    tie_projs = flags.get("tie_projs", False)
+    return bool(tie_projs[0]) if isinstance(tie_projs, (list, tuple)) and tie_projs else False
+
+
+def _build(flags: Mapping[str, Any]) -> TransformerXL:
+    missing = [name for name in SIZES if flags.get(name) is None]
+    if missing:
+        raise ValueError(f"flags: {', '.join(missing)} missing")
+    for name, only in {"attn_type": 0, "div_val": 1, "ext_len": 0, "sample_softmax": -1}.items():
+        if flags.get(name, only) != only:
+            raise ValueError(f"flags: {name}={flags[name]} is not supported; only {only} is")
+    if flags.get("cutoffs"):
+        raise ValueError(f"flags: cutoffs={flags['cutoffs']} is not supported; only the full softmax, [], is")
+    mem_len, clamp_len = flags.get("mem_len") or 0, flags.get("clamp_len", -1)
+    return TransformerXL(
+        **{name: int(flags[name]) for name in SIZES},
+        d_embed=flags.get("d_embed"),
+        memory=SegmentMemory(mem_len=mem_len) if mem_len > 0 else NoMemory(),
+        position=partial(RelativePosition, clamp_len=clamp_len if clamp_len is not None and clamp_len > 0 else None),
+        softmax=partial(FullSoftmax, tie_projs=_tied_projection(flags)),
+        dropout=flags.get("dropout", 0.0),
+        dropatt=flags.get("dropatt", 0.0),
+        same_length=bool(flags.get("same_length", False)),
+        untie_r=bool(flags.get("untie_r", False)),
+        pre_norm=bool(flags.get("pre_lnorm", False)),
+        tie_weight=bool(flags.get("tie_weight", True)),
+    )
+
+
+def _correspondence(model: TransformerXL) -> dict[str, list[Tensor]]:
+    """For each of the authors' names, our parameters that, one below the other, make it."""
+    softmax = model.softmax
+    names = {
+        "word_emb.emb_layers.0.weight": [softmax.weight],
+        "crit.out_layers.0.weight": [softmax.out_weight],
+        "crit.out_layers.0.bias": [softmax.out_bias],
+    }
+    if softmax.emb_proj is not None:
+        names["word_emb.emb_projs.0"] = [softmax.emb_proj]
+        names["crit.out_projs.0"] = [softmax.out_proj]
+    first = model.layers[0].attention.position
+    untie_r = any(layer.attention.position.r_w_bias is not first.r_w_bias for layer in model.layers)
+    if not untie_r:
+        names["r_w_bias"], names["r_r_bias"] = [first.r_w_bias], [first.r_r_bias]
+    for index, layer in enumerate(model.layers):
+        attention, feedforward = layer.attention, layer.feedforward
+        ours = {
+            "dec_attn.qkv_net.weight": [attention.q_net.weight, attention.kv_net.weight],
+            "dec_attn.r_net.weight": [attention.position.r_net.weight],
+            "dec_attn.o_net.weight": [attention.o_net.weight],
+            "dec_attn.layer_norm.weight": [layer.attention_norm.weight],
+            "dec_attn.layer_norm.bias": [layer.attention_norm.bias],
+            "pos_ff.CoreNet.0.weight": [feedforward.inner.weight],
+            "pos_ff.CoreNet.0.bias": [feedforward.inner.bias],
+            "pos_ff.CoreNet.3.weight": [feedforward.outer.weight],
+            "pos_ff.CoreNet.3.bias": [feedforward.outer.bias],
+            "pos_ff.layer_norm.weight": [layer.feedforward_norm.weight],
+            "pos_ff.layer_norm.bias": [layer.feedforward_norm.bias],
+        }
+        if untie_r:
+            ours["dec_attn.r_w_bias"] = [attention.position.r_w_bias]
+            ours["dec_attn.r_r_bias"] = [attention.position.r_r_bias]
+        names.update({f"layers.{index}.{name}": parts for name, parts in ours.items()})
+    return names
+
+
+@torch.no_grad()
+def from_original(state_dict: Mapping[str, Tensor], flags: Mapping[str, Any]) -> TransformerXL:
+    """Builds our model from the authors' parameters and the arguments of their `MemTransformerLM`.
+
+    `flags` holds those arguments by their names; those absent have the authors' defaults (dropout 0, no memory,
+    clamp_len -1, tied weights, post-norm), others are ignored. mem_len 0 means no memory, clamp_len -1 none. Tied
+    weights may stand under one name or both. The model is float32, in eval mode. Raises ValueError for a missing size,
+    for what we cannot represent, and for parameters that are missing, unknown, of another shape, or tied and different.
+    """
+    model = _build(flags)
+    names = _correspondence(model)
+    state = {name: tensor for name, tensor in state_dict.items() if name not in IGNORED}
+    ties = [("word_emb.emb_layers.0.weight", "crit.out_layers.0.weight")] if model.softmax.tie_weight else []
+    ties += (
+        [("word_emb.emb_projs.0", "crit.out_projs.0")]
+        if model.softmax.tie_projs and model.softmax.emb_proj is not None
+        else []
+    )
+    for pair in ties:
+        given = [state[name] for name in pair if name in state]
+        if len(given) == 2 and not torch.equal(*given):
+            raise ValueError(f"state_dict: {pair[0]} and {pair[1]} are tied by the flags, but differ")
+        state.update({name: given[0] for name in pair if given})
+    if missing := sorted(names.keys() - state.keys()):
+        raise ValueError(f"state_dict: {', '.join(missing)} missing")
+    if unknown := sorted(state.keys() - names.keys()):
+        raise ValueError(f"state_dict: {', '.join(unknown)} not understood")
+    for name, parts in names.items():
+        whole = (sum(len(part) for part in parts), *parts[0].shape[1:])
+        if tuple(state[name].shape) != whole:
+            raise ValueError(f"state_dict: {name} has shape {tuple(state[name].shape)}, the flags ask for {whole}")
+        for part, values in zip(parts, state[name].split([len(part) for part in parts]), strict=True):
+            part.copy_(values)
+    return model.eval()
+
+
+@torch.no_grad()
+def to_original(model: TransformerXL) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The model's parameters under the authors' names, and the arguments of their `MemTransformerLM`: undoes `from_original`.
+
+    The tensors are copies. What the model does not hold (`tgt_len`) is not among the flags.
+    """
+    state = {name: torch.cat(list(parts)).clone() for name, parts in _correspondence(model).items()}
+    layer, softmax, position = model.layers[0], model.softmax, model.layers[0].attention.position
+    clamp_len, mem_len = position.clamp_len, model.memory.mem_len
+    flags = {
+        "n_token": softmax.weight.shape[0],
+        "n_layer": len(model.layers),
+        "n_head": position.n_head,
+        "d_model": position.d_model,
+        "d_head": position.r_w_bias.shape[1],
+        "d_inner": layer.feedforward.inner.out_features,
+        "d_embed": softmax.weight.shape[1],
+        "dropout": model.dropout.p,
+        "dropatt": layer.attention.dropatt,
+        "tie_weight": softmax.tie_weight,
+        "tie_projs": [softmax.tie_projs],
+        "cutoffs": [],
+        "div_val": 1,
+        "attn_type": 0,
+        "ext_len": 0,
+        "pre_lnorm": layer.pre_norm,
+        "same_length": model.same_length,
+        "mem_len": 0 if mem_len is None else mem_len,
+        "clamp_len": -1 if clamp_len is None else clamp_len,
+    }
+    if "r_w_bias" not in state:
+        flags["untie_r"] = True
+    return state, flags

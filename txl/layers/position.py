@@ -1,0 +1,62 @@
+"""How a layer knows where a key lies. One option so far: distances, as in Transformer-XL."""
+
+from collections.abc import Callable
+
+import torch
+from einops import rearrange
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from txl import ops
+
+
+class RelativePosition(nn.Module):
+    """Scores each key by its content and by its distance (Dai et al. 2019, section 3.3).
+
+        logits[i, j] = ((q_i + u) . k_j  +  (q_i + v) . r_{m+i-j}) / sqrt(d_head),    r_x = W_r R_x
+                          terms a and c       terms b and d
+
+    The distance m + i - j runs over the m memories too, so r is as long as the keys. R holds fixed sinusoids; W_r, u and
+    v are learned. `clamp_len` (tokens): every distance beyond it counts as it. Raises ValueError for a clamp_len below 1
+    or an odd d_model.
+    """
+
+    def __init__(self, *, n_head: int, d_head: int, d_model: int, clamp_len: int | None = None):
+        super().__init__()
+        if clamp_len is not None and clamp_len < 1:
+            raise ValueError(f"model.position.clamp_len: must be at least 1, or null for no limit; got {clamp_len}")
+        if d_model % 2:
+            raise ValueError(
+                f"model.d_model: must be even, since sinusoids come in pairs of sine and cosine; got {d_model}"
+            )
+        self.n_head, self.d_model, self.clamp_len = n_head, d_model, clamp_len
+        self.scale = d_head**-0.5
+        self.r_net = nn.Linear(d_model, n_head * d_head, bias=False)
+        self.r_w_bias = nn.Parameter(torch.empty(n_head, d_head))  # u in the paper
+        self.r_r_bias = nn.Parameter(torch.empty(n_head, d_head))  # v in the paper
+
+    def share_biases(self, other: "RelativePosition") -> None:
+        """Uses the u and v of another layer, as the authors' PyTorch code does for all layers (`untie_r` off)."""
+        self.r_w_bias, self.r_r_bias = other.r_w_bias, other.r_r_bias
+
+    def encode(self, n_key: int, like: Tensor) -> Float[Tensor, "r m"]:
+        """R, the same for every layer: the sinusoids of the distances n_key - 1, ..., 0, -1."""
+        return ops.distance_encoding(n_key, self.d_model, self.clamp_len, like.dtype, like.device)
+
+    def forward(
+        self, q: Float[Tensor, "h b i d"], encoding: Float[Tensor, "r m"]
+    ) -> tuple[Float[Tensor, "h b i d"], Callable[[range, range], Tensor]]:
+        """What enters the dot product with the keys, and the bias of any queries against any keys (terms b and d)."""
+        r = rearrange(self.r_net(encoding), "r (h d) -> h r d", h=self.n_head)
+        by_content = (q + rearrange(self.r_w_bias, "h d -> h 1 1 d")) * self.scale
+        by_distance = (q + rearrange(self.r_r_bias, "h d -> h 1 1 d")) * self.scale
+        n_batch, n_query = q.shape[1], q.shape[2]
+
+        def bias(queries: range, keys: range) -> Float[Tensor, "h b i j"]:
+            first = n_query - queries.stop + keys.start  # the row of r for the greatest distance in this tile
+            rows = r[:, first : first + len(keys) + 1]
+            tile = rearrange(by_distance[:, :, queries.start : queries.stop], "h b i d -> h (b i) d")
+            scores = torch.bmm(tile, rearrange(rows, "h r d -> h d r"))
+            return ops.relative_shift(rearrange(scores, "h (b i) r -> h b i r", b=n_batch))
+
+        return by_content, bias

@@ -1,0 +1,153 @@
+"""The whole model, minus its choices: embed, attend with memory, predict."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from txl.layers.attention import Attention
+from txl.layers.feedforward import FeedForward
+
+
+class DecoderLayer(nn.Module):
+    """Attention over memory and segment, then the feed-forward network, each with its residual and its norm.
+
+    post-norm:  h <- LN(h + drop(A(h, [memory ; h]))),      h <- LN(h + drop(FF(h)))        (the paper's form)
+    pre-norm:   h <- h + drop(A(LN(h), LN([memory ; h]))),  h <- h + drop(FF(LN(h)))
+    """
+
+    def __init__(self, *, d_model: int, dropout: float, pre_norm: bool, attention: Attention, feedforward: FeedForward):
+        super().__init__()
+        self.pre_norm = pre_norm
+        self.attention, self.feedforward = attention, feedforward
+        self.attention_norm, self.feedforward_norm = nn.LayerNorm(d_model), nn.LayerNorm(d_model)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(
+        self, hidden: Float[Tensor, "b i m"], memory: Float[Tensor, "b k m"], encoding: Float[Tensor, "r m"]
+    ) -> Float[Tensor, "b i m"]:
+        context = torch.cat([memory, hidden], dim=1)
+        if self.pre_norm:
+            context = self.attention_norm(context)
+            hidden = hidden + self.dropout(self.attention(context[:, memory.shape[1] :], context, encoding))
+            return hidden + self.dropout(self.feedforward(self.feedforward_norm(hidden)))
+        hidden = self.attention_norm(hidden + self.dropout(self.attention(hidden, context, encoding)))
+        return self.feedforward_norm(hidden + self.dropout(self.feedforward(hidden)))
+
+
+class TransformerXL(nn.Module):
+    """A Transformer-XL language model (Dai et al. 2019, sections 3.2 and 3.3).
+
+    `memory` is a part of the model; `position` and `softmax` are factories, which the model calls with its sizes
+    (`position` once for each layer). `d_embed=None` means `d_model`. With `same_length` each query sees exactly mem_len
+    keys, itself included; without it, the whole memory and all of its segment up to itself. `untie_r` gives each layer
+    its own u and v. `activation_checkpointing` keeps only the inputs of the layers for the backward pass and computes the
+    rest again: less memory, more time, the same numbers. Raises ValueError, with the key to change, for a size below 1, a
+    dropout outside [0, 1), an odd d_model or an unknown activation.
+    """
+
+    def __init__(
+        self,
+        *,
+        n_token: int | None,
+        n_layer: int,
+        n_head: int,
+        d_model: int,
+        d_head: int,
+        d_inner: int,
+        memory: nn.Module,
+        position: Callable[..., nn.Module],
+        softmax: Callable[..., nn.Module],
+        d_embed: int | None = None,
+        dropout: float = 0.0,
+        dropatt: float = 0.0,
+        same_length: bool = False,
+        untie_r: bool = False,
+        pre_norm: bool = False,
+        activation: str = "relu",
+        tie_weight: bool = True,
+        activation_checkpointing: bool = False,
+        init_std: float = 0.02,
+        proj_init_std: float = 0.01,
+    ):
+        super().__init__()
+        d_embed = d_model if d_embed is None else d_embed
+        sizes = dict(
+            n_token=n_token,
+            n_layer=n_layer,
+            n_head=n_head,
+            d_model=d_model,
+            d_head=d_head,
+            d_inner=d_inner,
+            d_embed=d_embed,
+        )
+        for name, size in sizes.items():
+            if size is None or size < 1:
+                raise ValueError(f"model.{name}: must be at least 1, got {size}")
+        for name, rate in {"dropout": dropout, "dropatt": dropatt}.items():
+            if not 0 <= rate < 1:
+                raise ValueError(f"model.{name}: must lie in [0, 1), got {rate}")
+        self.memory, self.same_length = memory, same_length
+        self.activation_checkpointing = activation_checkpointing
+        self.softmax = softmax(n_token=n_token, d_model=d_model, d_embed=d_embed, tie_weight=tie_weight)
+        self.dropout = nn.Dropout(dropout)
+        span = memory.mem_len if same_length else None
+        self.layers = nn.ModuleList(
+            DecoderLayer(
+                d_model=d_model,
+                dropout=dropout,
+                pre_norm=pre_norm,
+                attention=Attention(
+                    d_model=d_model, n_head=n_head, d_head=d_head, dropatt=dropatt, position=position, span=span
+                ),
+                feedforward=FeedForward(d_model=d_model, d_inner=d_inner, dropout=dropout, activation=activation),
+            )
+            for _ in range(n_layer)
+        )
+        if not untie_r:
+            for layer in self.layers[1:]:
+                layer.attention.position.share_biases(self.layers[0].attention.position)
+        self.reset(init_std=init_std, proj_init_std=proj_init_std)
+
+    def reset(self, *, init_std: float, proj_init_std: float) -> None:
+        """The authors' initialisation: matrices, u and v N(0, init_std); norms N(1, init_std); biases 0; projections N(0, proj_init_std)."""
+        for module in self.layers.modules():
+            if isinstance(module, nn.LayerNorm):
+                nn.init.normal_(module.weight, 1.0, init_std)
+                nn.init.zeros_(module.bias)
+            elif isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, 0.0, init_std)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+        for name, parameter in self.layers.named_parameters():
+            if name.endswith(("r_w_bias", "r_r_bias")):
+                nn.init.normal_(parameter, 0.0, init_std)
+        self.softmax.reset(init_std=init_std, proj_init_std=proj_init_std)
+
+    def forward(
+        self,
+        tokens: Int[Tensor, "b i"],
+        mems: Sequence[Float[Tensor, "b _ m"]] | None = None,
+        targets: Int[Tensor, "b i"] | None = None,
+    ) -> tuple[Float[Tensor, "b i"] | Float[Tensor, "b i v"], list[Float[Tensor, "b _ m"]]]:
+        """The nll of each target in nats or, without targets, the log-probabilities of the next token; and the new memory.
+
+        The memory is an argument and a result, never kept: pass what one segment returned to the next, None at the start.
+        """
+        hidden = self.dropout(self.softmax.embed(tokens))
+        memories = self.memory.start(mems, hidden, len(self.layers))
+        n_key = memories[0].shape[1] + hidden.shape[1]
+        encoding = self.layers[0].attention.position.encode(n_key, hidden)
+        encoding = self.dropout(encoding)  # one mask for all layers and the whole batch
+        inputs = []
+        for layer, memory in zip(self.layers, memories, strict=True):
+            inputs.append(hidden)
+            if self.activation_checkpointing and self.training:
+                hidden = checkpoint(layer, hidden, memory, encoding, use_reentrant=False)
+            else:
+                hidden = layer(hidden, memory, encoding)
+        hidden = self.dropout(hidden)
+        output = self.softmax.log_prob(hidden) if targets is None else self.softmax.nll(hidden, targets)
+        return output, self.memory.keep(memories, inputs)

@@ -1,0 +1,68 @@
+"""What is decayed, and learning rates as plain functions of the step."""
+
+import math
+from collections.abc import Sequence
+
+from torch import nn
+
+
+def parameter_groups(model: nn.Module) -> list[dict]:
+    """Matrices and tables, which weight decay concerns, and the rest (biases, norms, u, v), which it spares."""
+    named = list(model.named_parameters())
+    spared = [parameter for name, parameter in named if parameter.ndim < 2 or name.endswith(("r_w_bias", "r_r_bias"))]
+    spared_ids = {id(parameter) for parameter in spared}
+    decayed = [parameter for _, parameter in named if id(parameter) not in spared_ids]
+    return [{"params": decayed}, {"params": spared, "weight_decay": 0.0}]
+
+
+def warmed_up(step: int, warmup: int) -> float:
+    """The share of the learning rate at the update after `step` updates: linear, as the authors count it, but never 0."""
+    return min(1.0, max(step, 1) / warmup) if warmup else 1.0
+
+
+def constant(step: int, *, lr: float, steps: int, valid_nll: Sequence[float], warmup: int = 0) -> float:
+    """lr, after a linear warm-up over `warmup` updates."""
+    return lr * warmed_up(step, warmup)
+
+
+def cosine(
+    step: int, *, lr: float, steps: int, valid_nll: Sequence[float], warmup: int = 0, lr_min: float = 0.0
+) -> float:
+    """lr_min + (lr - lr_min) (1 + cos(pi step / steps)) / 2, after a linear warm-up.
+
+    As in the authors' PyTorch code, the cosine counts all `steps` from the first, the warm-up included.
+    """
+    if step < warmup:
+        return lr * warmed_up(step, warmup)
+    return lr_min + (lr - lr_min) * (1 + math.cos(math.pi * min(step, steps) / steps)) / 2
+
+
+def inverse_square_root(step: int, *, lr: float, steps: int, valid_nll: Sequence[float], warmup: int = 0) -> float:
+    """lr sqrt(warmup / step), after a linear warm-up, so that lr is the peak (Vaswani et al. 2017, section 5.3).
+
+    Without a warm-up: lr / sqrt(step).
+    """
+    return lr * warmed_up(step, warmup) * min(1.0, math.sqrt(max(warmup, 1) / max(step, 1)))
+
+
+def plateau(
+    step: int,
+    *,
+    lr: float,
+    steps: int,
+    valid_nll: Sequence[float],
+    warmup: int = 0,
+    factor: float = 0.5,
+    patience: int = 0,
+    lr_min: float = 0.0,
+) -> float:
+    """lr, multiplied by `factor` each time that more than `patience` validations in a row brought no new best nll.
+
+    A function of the figures so far, `valid_nll` (nats, oldest first), so that nothing but them has to be saved.
+    """
+    best, waited, scale = math.inf, 0, 1.0
+    for nll in valid_nll:
+        best, waited = (nll, 0) if nll < best else (best, waited + 1)
+        if waited > patience:
+            scale, waited = scale * factor, 0
+    return max(lr_min, lr * scale) * warmed_up(step, warmup)

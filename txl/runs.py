@@ -1,0 +1,248 @@
+"""Run folders: where a run lives, whether it is new, unfinished or finished, and what it holds."""
+
+import hashlib
+import itertools
+import json
+import os
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from txl import checkpoint
+from txl.config import load_yaml
+from txl.data.corpus import Corpus, Split
+from txl.data.vocab import Vocabulary, fingerprint
+from txl.runtime import write_json
+from txl.settings import TRAINED, Train
+from txl.training import Run
+
+OUTPUTS = Path("outputs")
+FREE = {
+    "name",
+    "device",
+    "processes",
+    "resume",
+    "log_every",
+    "save_every",
+    "max_minutes",
+    "cache_dir",
+    "tracker",
+}  # change no figure
+LONGEST = 100
+FILES = ("train", "valid", "test", "path")  # of `data.`
+
+
+@dataclass
+class Parts:
+    """What a configuration describes, made."""
+
+    corpus: Corpus
+    vocab: Vocabulary
+    splits: dict[str, Split]
+    model_config: dict[str, Any]  # with n_token filled in
+    run: Run
+
+    def texts(self) -> dict[str, str]:
+        """The sha256 of each split's text."""
+        return {name: self.corpus.text_hash(name) for name in self.splits}
+
+
+def key_of(override: str) -> str:
+    """The root key that an override sets: `tracker` for `+tracker.mode=online`."""
+    return re.split(r"[=.@/]", override.lstrip("+~"), maxsplit=1)[0]
+
+
+def full_key(override: str) -> str:
+    """The key that an override sets: `tracker.mode` for `+tracker.mode=online`."""
+    return override.lstrip("+~").partition("=")[0]
+
+
+def slug(overrides: list[str]) -> str:
+    """A folder name for these overrides: the same for the same ones in any order, `default` for none that matters.
+
+    Characters outside [A-Za-z0-9._+-] become `-`; where more than an override's first `=` is lost by that, or the name
+    grows long, eight digits of a hash follow.
+    """
+    chosen = sorted(override for override in overrides if key_of(override) not in FREE)
+    if not chosen:
+        return "default"
+    exact = "_".join(override.replace("=", "-", 1) for override in chosen)
+    safe = re.sub(r"[^A-Za-z0-9._+-]", "-", exact)
+    if safe == exact and len(safe) <= LONGEST:
+        return safe
+    return f"{safe[:LONGEST]}-{short_hash(chosen)}"
+
+
+def short_hash(value: Any) -> str:
+    """Eight digits that stand for a plain value."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:8]
+
+
+def folder(config: Mapping[str, Any], overrides: list[str] | None) -> Path:
+    """outputs/<name>/<slug>; without overrides to go by (a call from Python), a hash of the configuration is the slug."""
+    if overrides is None:
+        chosen = {key: value for key, value in config.items() if key not in FREE}
+        return OUTPUTS / config["name"] / f"config-{short_hash(chosen)}"
+    return OUTPUTS / config["name"] / slug(overrides)
+
+
+def absolute_paths(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration with the files it names as absolute paths, so that the run can be read from any folder."""
+
+    def absolute(values: Mapping[str, Any], keys: tuple[str, ...]) -> dict[str, Any]:
+        named = {key: os.path.abspath(values[key]) for key in keys if isinstance(values.get(key), str)}
+        return {**values, **named}
+
+    return {**absolute(config, ("cache_dir", "init_from")), "data": absolute(config["data"], FILES)}
+
+
+def flat(config: Any, path: str = "") -> dict[str, Any]:
+    """Every value under its full key."""
+    if not isinstance(config, Mapping):
+        return {path: config}
+    pairs = [flat(value, f"{path}.{key}" if path else key) for key, value in config.items()]
+    return {key: value for pair in pairs for key, value in pair.items()} or {path: {}}
+
+
+def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """`key: old, now new` for each value that differs, leaving out the keys that change no figure."""
+    old, new = flat(before), flat(after)
+    keys = sorted(key for key in old.keys() | new.keys() if key_of(key) not in FREE)
+    return [f"{key}: {old.get(key)}, now {new.get(key)}" for key in keys if old.get(key) != new.get(key)]
+
+
+def differences(path: Path, config: Mapping[str, Any]) -> list[str]:
+    """What a configuration changes about the one that the folder holds; nothing where it holds none."""
+    try:
+        return changes(load_yaml(path / "config.yaml"), config)
+    except FileNotFoundError:
+        return []
+
+
+def refuse_another(path: Path, config: Mapping[str, Any]) -> None:
+    """Raises ValueError if the folder holds a run of another configuration, naming the keys that differ."""
+    if changed := differences(path, config):
+        raise ValueError(
+            f"name: {path} holds a run of another configuration ({'; '.join(changed)}); "
+            f"choose another name=, or change that run with resume={path}"
+        )
+
+
+def resumed_overrides(path: Path, overrides: list[str]) -> list[str]:
+    """The overrides of the run in a folder and, in place of those of the same key, the new ones."""
+    try:
+        old = json.loads((path / "overrides.json").read_text())
+    except (OSError, ValueError):
+        raise ValueError(f"resume: {path} is not the folder of a run (it has no readable overrides.json)") from None
+    new = {full_key(override): override for override in overrides if key_of(override) != "resume"}
+    return [override for override in old if full_key(override) not in new] + list(new.values())
+
+
+def resumed_paths(path: Path, config: dict[str, Any], overrides: list[str]) -> dict[str, Any]:
+    """The configuration with the run's own files where no new override names others: the old ones may be relative to another folder."""
+    before, new = load_yaml(path / "config.yaml"), {full_key(override) for override in overrides}
+    data = {key: before["data"].get(key) for key in FILES if key in config["data"] and f"data.{key}" not in new}
+    paths = {key: before[key] for key in ("cache_dir", "init_from") if key not in new}
+    return {**config, **paths, "data": {**config["data"], **data}}
+
+
+def result(path: Path) -> dict[str, Any] | None:
+    """result.json of a finished run, else None."""
+    try:
+        return json.loads((path / "result.json").read_text())
+    except (FileNotFoundError, ValueError):
+        return None
+
+
+def make(path: Path) -> None:
+    """Makes the folder. Raises ValueError if it cannot be made or written."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        write_json(path / ".writable", None)
+        (path / ".writable").unlink()
+    except OSError as error:
+        raise ValueError(f"name: the run's folder {path} cannot be written ({error.strerror})") from error
+
+
+def save_last(path: Path, content: Mapping[str, Any], *, keep: int) -> None:
+    """last.pt, the one before it as last.1.pt, and so on, `keep` of them; written before any is moved."""
+    upcoming = path / "last.next.pt"
+    checkpoint.save(upcoming, content)
+    names = [path / "last.pt"] + [path / f"last.{age}.pt" for age in range(1, keep)]
+    for younger, older in reversed(list(itertools.pairwise(names))):
+        if younger.exists():
+            os.replace(younger, older)
+    os.replace(upcoming, names[0])
+
+
+def load_last(path: Path) -> dict[str, Any] | None:
+    """The newest last*.pt that can be read, with a warning for each that cannot; None where there is none.
+
+    Raises ValueError if there are some and all are damaged: a run is never begun anew over what it had.
+    """
+    candidates = [path / "last.pt", *sorted(path.glob("last.[0-9]*.pt"), key=lambda file: int(file.name.split(".")[1]))]
+    candidates = [candidate for candidate in candidates if candidate.exists()]
+    for candidate in candidates:
+        try:
+            return checkpoint.load(candidate, key="resume")
+        except ValueError as error:
+            print(f"warning: {error}", file=sys.stderr)
+    if candidates:
+        raise ValueError(f"resume: none of the checkpoints in {path} can be read; move the folder away to begin anew")
+    return None
+
+
+def go_on(path: Path, parts: Parts, settings: Train) -> None:
+    """Sets a run to where its folder left it; a new one to the weights of `init_from`, if that is asked for.
+
+    Raises ValueError where the vocabulary or the text is another than the checkpoint's.
+    """
+    run = parts.run
+    content, key = load_last(path), "resume"
+    if content is None and settings.init_from is not None:
+        content, key = checkpoint.load(checkpoint.locate(settings.init_from, "init_from"), "init_from"), "init_from"
+    if content is None:
+        return
+    if fingerprint(checkpoint.vocabulary(content)) != fingerprint(parts.vocab):
+        raise ValueError(f"{key}: the checkpoint was made with another vocabulary than that of data")
+    checkpoint.load_weights(run.model, content["model"], key)
+    if key == "resume":
+        if content["texts"] != parts.texts():
+            raise ValueError("resume: the text of data has changed since the run began")
+        run.load_state_dict(content["run"])
+
+
+def content_of(parts: Parts, config: Mapping[str, Any]) -> dict[str, Any]:
+    """What a checkpoint needs to be read without anything beside it."""
+    return {
+        "config": json.dumps({**config, "model": parts.model_config}),
+        "vocab": json.dumps(parts.vocab.state()),
+        "texts": parts.texts(),
+        "step": parts.run.step,
+        "tokens": parts.run.tokens,
+        "model": parts.run.model.state_dict(),
+    }
+
+
+def other_text(data: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str, Any]:
+    """A run's data with other files or fractions (`data.*` of evaluate.py); files take the place of a built-in corpus."""
+    files = {key: os.path.abspath(value) for key, value in asked.items() if key in FILES and value is not None}
+    if not files:
+        return {**data, **asked}
+    replaced = FILES if "path" in files else ("path",)
+    base = {key: value for key, value in data.items() if key not in replaced}
+    return {**base, **asked, **files, "_target_": "txl.data.corpus.text_files"}
+
+
+def evaluation_name(path: Path, asked: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    """<split>-<slug of the settings>.json: `default` for a run's best.pt read as it was trained."""
+    names = ("tgt_len", "mem_len", "clamp_len", "same_length", "batch_size", "precision")
+    settings = {name: asked[name] for name in names if asked[name] != TRAINED}
+    settings |= {f"data.{key}": value for key, value in other.items()}
+    if path.name != "best.pt":
+        settings["checkpoint"] = path.stem
+    words = (value if isinstance(value, str) else json.dumps(value) for value in settings.values())
+    return f"{asked['split']}-{slug([f'{key}={word}' for key, word in zip(settings, words, strict=True)])}.json"

@@ -1,0 +1,139 @@
+"""The machine under a run: device, seed, precision, signals, files that are whole or absent."""
+
+import contextlib
+import fcntl
+import json
+import os
+import signal
+import socket
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def choose_device(name: str) -> torch.device:
+    """`auto`: the first of CUDA, MPS and CPU that is there. Raises ValueError for a device that is not."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"device: {name!r} is not to be had here ({str(error).splitlines()[0]})") from error
+    return device
+
+
+def set_seed(seed: int, *, deterministic: bool) -> None:
+    """Seeds torch's generators on every device; `deterministic` refuses operations whose result depends on timing."""
+    torch.manual_seed(seed)
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(deterministic)
+
+
+def autocast(device: torch.device, precision: str) -> contextlib.AbstractContextManager:
+    """Matrix products in bf16 or fp16, weights in fp32; nothing at all for fp32."""
+    if precision == "fp32":
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, dtype=DTYPES[precision])
+
+
+class StopSignals:
+    """While active, SIGTERM, SIGUSR1 and Ctrl-C only raise a flag, which the loop reads after each update.
+
+    A second Ctrl-C interrupts at once. Outside the main thread, where signals cannot be caught, the flag stays down.
+    """
+
+    def __init__(self):
+        self.received: int | None = None
+        self._before: dict[int, Any] = {}
+
+    def _note(self, number: int, frame: Any) -> None:
+        if number == signal.SIGINT and self.received == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.received = number
+
+    def __enter__(self) -> "StopSignals":
+        with contextlib.suppress(ValueError):
+            for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+                self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Holds the folder for this process. Raises ValueError, naming the holder, if another process has it.
+
+    The lock dies with the process, however that ends.
+    """
+    with open(folder / ".lock", "a+") as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            file.seek(0)
+            raise ValueError(f"name: {folder} is in use by {file.read().strip() or 'another process'}") from None
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}")
+        file.flush()
+        yield
+
+
+def write_whole(path: Path, write: Callable[[BinaryIO], None]) -> None:
+    """Writes a file so that its name always stands for all of the old content or all of the new: beside, synced, renamed."""
+    descriptor, beside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            os.fchmod(file.fileno(), 0o666 & ~_umask())
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+    except BaseException:
+        Path(beside).unlink(missing_ok=True)
+        raise
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Writes a value as JSON, whole or not at all."""
+    write_whole(path, lambda file: file.write((json.dumps(value, indent=2) + "\n").encode()))
+
+
+def profiled(steps: Iterator, updates: int, folder: Path) -> Iterator:
+    """Passes the steps through, profiling the first `updates` after two for warming up.
+
+    Writes profile.txt (operators by their own CPU time) and profile.json (a trace for chrome://tracing) to the folder.
+    """
+    from torch.profiler import ProfilerActivity, profile, schedule
+
+    def write(profiler: Any) -> None:
+        table = profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=30)
+        (folder / "profile.txt").write_text(table)
+        profiler.export_chrome_trace(str(folder / "profile.json"))
+
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
+    with profile(
+        activities=activities, schedule=schedule(wait=0, warmup=2, active=updates, repeat=1), on_trace_ready=write
+    ) as profiler:
+        for step in steps:
+            yield step
+            profiler.step()

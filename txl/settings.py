@@ -1,0 +1,129 @@
+"""The keys of the configurations that stand for no object: names, types and limits. `config.check` makes one of each to see
+whether the values are allowed. No torch is needed here."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+TRAINED = "trained"  # in place of a value: what the run was trained with
+Trained = Literal["trained"]
+Precision = Literal["fp32", "bf16", "fp16"]
+
+
+def _at_least(settings: Any, smallest: float, *names: str) -> None:
+    """Raises ValueError for a number below `smallest`; null and the word `trained` pass."""
+    for name in names:
+        value = getattr(settings, name)
+        if isinstance(value, (int, float)) and value < smallest:
+            raise ValueError(f"{name}: must be at least {smallest}, got {value}")
+
+
+@dataclass(kw_only=True, frozen=True)
+class Evaluation:
+    """`eval.` in train.yaml: how the valid figure is measured while training, and the final figures."""
+
+    tgt_len: int | Trained
+    mem_len: int | None | Trained
+    batch_size: int
+    max_segments: int | None
+
+    def __post_init__(self):
+        _at_least(self, 1, "tgt_len", "mem_len", "batch_size", "max_segments")
+
+
+@dataclass(kw_only=True, frozen=True)
+class Train:
+    """The root of train.yaml."""
+
+    name: str
+    seed: int
+    device: str
+    precision: Precision
+    compile: bool
+    deterministic: bool
+    steps: int
+    tgt_len: int
+    batch_size: int
+    clip: float | None
+    log_every: int
+    eval_every: int
+    save_every: int
+    keep_last: int
+    profile: int | None
+    resume: str | None
+    init_from: str | None
+    cache_dir: str | None
+    data: dict
+    model: dict
+    optimizer: dict
+    schedule: dict
+    tracker: dict
+    eval: dict
+    sample: dict
+
+    def __post_init__(self):
+        _at_least(
+            self, 1, "steps", "tgt_len", "batch_size", "log_every", "eval_every", "save_every", "keep_last", "profile"
+        )
+        _at_least(self, 0, "seed")
+        if self.clip is not None and not self.clip > 0:
+            raise ValueError(f"clip: must be above 0, or null for no clipping; got {self.clip}")
+        if not self.name or self.name in (".", "..") or any(character in self.name for character in "/\\="):
+            raise ValueError(f"name: must be a plain folder name, got {self.name!r}")
+
+
+@dataclass(kw_only=True, frozen=True)
+class OtherText:
+    """`data.` in evaluate.yaml: another text to score; `trained` is the run's own."""
+
+    train: str | None | Trained
+    valid: str | None | Trained
+    test: str | None | Trained
+    path: str | None | Trained
+    fractions: list[float] | Trained
+    max_bytes: int | None | Trained
+
+
+@dataclass(kw_only=True, frozen=True)
+class Evaluate:
+    """The root of evaluate.yaml."""
+
+    checkpoint: str
+    split: Literal["train", "valid", "test"]
+    tgt_len: int | Trained
+    mem_len: int | None | Trained
+    clamp_len: int | None | Trained
+    same_length: bool | None | Trained
+    batch_size: int | Trained
+    out: str | None
+    device: str
+    precision: Precision | Trained
+    cache_dir: str | None | Trained
+    data: dict
+
+    def __post_init__(self):
+        _at_least(self, 1, "tgt_len", "mem_len", "clamp_len", "batch_size")
+
+
+@dataclass(kw_only=True, frozen=True)
+class Generate:
+    """The root of generate.yaml. The sampling keys have their limits where they are used, in `txl.generation.Sampling`."""
+
+    checkpoint: str
+    prompt: str | None
+    prompt_file: str | None
+    max_new_tokens: int
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+    stop: str | None
+    num_samples: int
+    seed: int
+    format: Literal["text", "jsonl"]
+    device: str
+    precision: Precision | Trained
+
+    def __post_init__(self):
+        _at_least(self, 1, "num_samples")
+        _at_least(self, 0, "seed", "max_new_tokens")
+        if self.prompt is not None and self.prompt_file is not None:
+            raise ValueError("prompt_file: give prompt or prompt_file, not both")

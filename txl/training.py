@@ -1,0 +1,140 @@
+"""Training: `Run` is all that changes, `updates` the rule by which it does. Whoever loops decides when to log and save."""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from txl.data.streams import Lanes
+from txl.runtime import autocast
+
+
+@dataclass(kw_only=True)
+class Run:
+    """The state of a training run; saved and set again as a whole, it goes on as if it had never stopped."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    lanes: Lanes
+    scaler: torch.amp.GradScaler
+    mems: list[Tensor] | None = None  # carried from each segment to the next
+    step: int = 0  # updates done
+    tokens: int = 0  # targets seen
+    seconds: float = 0.0
+    valid_nll: list[float] = field(default_factory=list)  # of every validation, oldest first
+    unlogged_nll: float = 0.0  # sum over the tokens since the last line of the log
+    unlogged_tokens: int = 0
+
+    PLAIN = ("step", "tokens", "seconds", "valid_nll", "unlogged_nll", "unlogged_tokens")
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    def take_unlogged(self) -> dict[str, float]:
+        """The mean nll since this was last asked for; the count begins anew."""
+        mean = self.unlogged_nll / max(1, self.unlogged_tokens)
+        self.unlogged_nll, self.unlogged_tokens = 0.0, 0
+        return {"train/nll": mean}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values and tensors of their own storage."""
+        on_cuda = self.device.type == "cuda"
+        return {
+            **{name: getattr(self, name) for name in self.PLAIN},
+            "optimizer": self.optimizer.state_dict(),
+            "lanes": self.lanes.state_dict(),
+            "scaler": self.scaler.state_dict(),
+            "mems": None if self.mems is None else [memory.clone() for memory in self.mems],
+            "rng": {
+                "cpu": torch.get_rng_state(),
+                "device": torch.cuda.get_rng_state(self.device) if on_cuda else None,
+            },
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Sets all but the model's parameters; the random generators last."""
+        for name in self.PLAIN:
+            setattr(self, name, state[name])
+        settings = [{key: group[key] for key in group if key != "params"} for group in self.optimizer.param_groups]
+        try:
+            self.optimizer.load_state_dict(state["optimizer"])
+        except (ValueError, KeyError) as error:
+            raise ValueError(
+                f"resume: optimizer: its saved state is of another optimizer or model ({error})"
+            ) from error
+        for group, setting in zip(self.optimizer.param_groups, settings, strict=True):
+            group.update(
+                setting
+            )  # torch brings back the old weight decay and the like in silence; what is asked for holds
+        self.lanes.load_state_dict(state["lanes"])
+        self.scaler.load_state_dict(state["scaler"])
+        self.mems = None if state["mems"] is None else [memory.to(self.device) for memory in state["mems"]]
+        torch.set_rng_state(state["rng"]["cpu"])
+        if self.device.type == "cuda" and state["rng"]["device"] is not None:
+            torch.cuda.set_rng_state(state["rng"]["device"], self.device)
+
+
+@dataclass(frozen=True)
+class Update:
+    """What one update did: its mean nll (nats per token), its learning rate, the norm of its gradient before clipping."""
+
+    step: int
+    nll: float
+    n_token: int
+    lr: float
+    grad_norm: float
+
+
+class Diverged(ValueError):
+    """The loss or its gradient is no longer finite; the parameters still are."""
+
+
+def updates(
+    run: Run,
+    *,
+    steps: int,
+    lr: float,
+    schedule: Callable[..., float],
+    clip: float | None = None,
+    precision: str = "fp32",
+) -> Iterator[Update]:
+    """Trains until `steps` updates are done, one update each time round.
+
+    Each reads the next segment of every lane with the memory carried in, follows the gradient of the mean nll, clipped
+    to the global norm `clip`, and carries the memory out; where the lanes begin again, the memory begins empty.
+    Raises Diverged for a loss or gradient that is not finite, before the optimizer sees it.
+    """
+    parameters = list(run.model.parameters())
+    run.model.train()
+    while run.step < steps:
+        position = run.lanes.position
+        segment = next(run.lanes)
+        mems = None if segment.begins else run.mems
+        rate = schedule(run.step, lr=lr, steps=steps, valid_nll=run.valid_nll)
+        for group in run.optimizer.param_groups:
+            group["lr"] = rate
+        run.optimizer.zero_grad(set_to_none=True)
+        with autocast(run.device, precision):
+            nll, mems = run.model(segment.tokens.to(run.device), mems, segment.targets.to(run.device))
+        loss = nll.mean()
+        run.scaler.scale(loss).backward()
+        run.scaler.unscale_(run.optimizer)
+        grad_norm = float(nn.utils.clip_grad_norm_(parameters, math.inf if clip is None else clip))
+        mean = loss.item()
+        scaled = run.scaler.is_enabled()  # then an overflowing gradient is the scaler's business: it skips the update
+        if not math.isfinite(mean) or not (math.isfinite(grad_norm) or scaled):
+            run.lanes.position = position
+            raise Diverged(
+                f"optimizer.lr: at update {run.step + 1} the loss is {mean} and its gradient's norm {grad_norm} (learning "
+                f"rate {rate:.3g}); stopped before the weights took harm; try a lower rate, a longer schedule.warmup or clip"
+            )
+        run.scaler.step(run.optimizer)
+        run.scaler.update()
+        run.mems, run.step, run.tokens = mems, run.step + 1, run.tokens + nll.numel()
+        run.unlogged_nll += mean * nll.numel()
+        run.unlogged_tokens += nll.numel()
+        yield Update(step=run.step, nll=mean, n_token=nll.numel(), lr=rate, grad_norm=grad_norm)
