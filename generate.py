@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from txl import config as hydra_config
-from txl.settings import TRAINED
+from txl.settings import TRAINED, Generate
 
 
 @hydra_config.entry_point("generate")
@@ -21,35 +21,36 @@ def main(cfg) -> list[bytes]:
     from txl.runtime import choose_device
 
     hydra_config.check(cfg)
+    asked = Generate(**{key: value for key, value in hydra_config.plain(cfg).items() if key != "_target_"})
     sampling = generation.Sampling(
-        max_new_tokens=cfg.max_new_tokens, temperature=cfg.temperature, top_k=cfg.top_k, top_p=cfg.top_p
+        max_new_tokens=asked.max_new_tokens, temperature=asked.temperature, top_k=asked.top_k, top_p=asked.top_p
     )
-    prompt = read_prompt(cfg.prompt, cfg.prompt_file)
-    content = checkpoint.load(checkpoint.locate(cfg.checkpoint))
+    prompt = read_prompt(asked.prompt, asked.prompt_file)
+    content = checkpoint.load(checkpoint.locate(asked.checkpoint))
     trained = content["config"]
     vocab = checkpoint.vocabulary(content)
-    model = checkpoint.load_model(content).to(choose_device(cfg.device))
-    precision = trained["precision"] if cfg.precision == TRAINED else cfg.precision
+    model = checkpoint.load_model(content).to(choose_device(asked.device))
+    precision = trained["precision"] if asked.precision == TRAINED else asked.precision
     reader = generation.Reader(model, context=trained["tgt_len"], precision=precision)
     start = reader.read(generation.encode_prompt(vocab, prompt))
 
     output, texts = sys.stdout.buffer, []
-    for sample in range(cfg.num_samples):
-        if sample and cfg.format == "text":
+    for sample in range(asked.num_samples):
+        if sample and asked.format == "text":
             output.write(b"---\n")
-        tokens = generation.generate(reader, start, sampling, generation.sample_seed(cfg.seed, sample))
+        tokens = generation.generate(reader, start, sampling, generation.sample_seed(asked.seed, sample))
         pieces = generation.until(
-            (vocab.decode([token]) for token in tokens), os.fsencode(cfg.stop) if cfg.stop else None
+            (vocab.decode([token]) for token in tokens), os.fsencode(asked.stop) if asked.stop else None
         )
         text = b""
         for piece in pieces:
             text += piece
-            if cfg.format == "text":
+            if asked.format == "text":
                 output.write(piece)
                 output.flush()
         texts.append(text)
-        row = {"sample": sample, "seed": cfg.seed, "prompt": readable(prompt), "text": readable(text)}
-        output.write(b"\n" if cfg.format == "text" else (json.dumps(row) + "\n").encode())
+        row = {"sample": sample, "seed": asked.seed, "prompt": readable(prompt), "text": readable(text)}
+        output.write(b"\n" if asked.format == "text" else (json.dumps(row) + "\n").encode())
         output.flush()
     return texts
 

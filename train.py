@@ -41,9 +41,11 @@ def main(cfg) -> float:
 
     settings = Train(**{key: value for key, value in config.items() if key != "_target_"})
     parts = assemble(settings)
+    if settings.init_from is not None and not runs.saved(path):
+        runs.begin_from(parts, settings.init_from)
     runs.make(path)
     with locked(path):
-        runs.go_on(path, parts, settings)
+        runs.go_on(path, parts)
         (path / "result.json").unlink(missing_ok=True)
         hydra_config.save_yaml(config, path / "config.yaml")
         (path / "overrides.json").write_text(json.dumps(overrides or []) + "\n")

@@ -3,6 +3,7 @@
 import functools
 import json
 import shutil
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -102,7 +103,9 @@ def locate(checkpoint: str, key: str = "checkpoint") -> Path:
 def load(path: Path, key: str = "checkpoint") -> dict[str, Any]:
     """Reads a checkpoint of ours to the CPU. Raises ValueError for a file that is truncated or something else."""
     try:
-        content = torch.load(path, weights_only=True, map_location="cpu")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch remarks on the pickles of strangers before it refuses them
+            content = torch.load(path, weights_only=True, map_location="cpu")
     except Exception as error:  # torch tells damage in a dozen ways, from EOFError to KeyError
         raise ValueError(f"{key}: {path} is damaged or no checkpoint ({type(error).__name__})") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:

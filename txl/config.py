@@ -20,7 +20,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, InstantiationException
 from hydra.types import RunMode
 from hydra.utils import get_object, instantiate
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 CONF = Path(__file__).parents[1] / "conf"
@@ -115,7 +115,7 @@ def _call_problems(node: dict, at: str):
         if key not in parameters:
             near = difflib.get_close_matches(key, parameters, n=1)
             yield f"{at}{key}: {target.__name__} takes no {key!r}" + (f"; did you mean {near[0]!r}?" if near else "")
-        elif value == "???":
+        elif value == "???" and key not in LITERAL_KEYS:
             yield f"{at}{key}: a value must be given"
         elif key in hints and not _fits(value, hints[key]):
             yield f"{at}{key}: must be {_describe(hints[key])}, got {value!r}"
@@ -169,7 +169,8 @@ def _fits(value: Any, hint: Any) -> bool:
 def _describe(hint: Any) -> str:
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (Union, types.UnionType):
-        return " or ".join(_describe(argument) for argument in arguments)
+        both = {int, float} <= set(arguments)  # a number is a number
+        return " or ".join(_describe(argument) for argument in arguments if not (both and argument is int))
     if origin is Literal:
         return " or ".join(map(repr, arguments))
     if hint is type(None):
@@ -196,7 +197,7 @@ def load_yaml(path: Path) -> dict[str, Any]:
     return plain(OmegaConf.load(path))
 
 
-def compose(config_name: str, overrides: list[str]) -> DictConfig:
+def compose(config_name: str, overrides: list[str]) -> Any:
     """A configuration by its overrides, inside a `hydra.main` program or outside."""
     if GlobalHydra.instance().is_initialized():
         return hydra.compose(config_name, overrides=overrides)
@@ -228,10 +229,10 @@ def launch(main: Callable[[], Any], *, literals: bool = False) -> None:
     Hydra's own complaints keep their text. HYDRA_FULL_ERROR=1 shows the traceback instead. A run that was stopped with
     everything saved exits with the status that it carries.
     """
-    full = os.environ.get("HYDRA_FULL_ERROR", "0") not in ("", "0")
+    before = os.environ.get("HYDRA_FULL_ERROR", "0")
+    full = before not in ("", "0")
     os.environ["HYDRA_FULL_ERROR"] = "1"  # else Hydra prints its own form and exits, before we see the error
-    _mistakes.clear()
-    _mistakes.append(None)
+    _mistakes[:] = [None]
     if literals:
         sys.argv[1:] = quoted(sys.argv[1:])
     try:
@@ -258,6 +259,9 @@ def launch(main: Callable[[], Any], *, literals: bool = False) -> None:
             raise
         print(" ".join(str(error).split()), file=sys.stderr)
         sys.exit(1)
+    finally:
+        _mistakes.clear()
+        os.environ["HYDRA_FULL_ERROR"] = before
 
 
 def entry_point(config_name: str) -> Callable:

@@ -21,9 +21,9 @@ class Sampling:
     """
 
     max_new_tokens: int = 500
-    temperature: float = 1.0
+    temperature: float | int = 1.0
     top_k: int | None = None
-    top_p: float | None = None
+    top_p: float | int | None = None
 
     def __post_init__(self):
         if self.max_new_tokens < 0:

@@ -18,7 +18,9 @@ class DecoderLayer(nn.Module):
     pre-norm:   h <- h + drop(A(LN(h), LN([memory ; h]))),  h <- h + drop(FF(LN(h)))
     """
 
-    def __init__(self, *, d_model: int, dropout: float, pre_norm: bool, attention: Attention, feedforward: FeedForward):
+    def __init__(
+        self, *, d_model: int, dropout: float | int, pre_norm: bool, attention: Attention, feedforward: FeedForward
+    ):
         super().__init__()
         self.pre_norm = pre_norm
         self.attention, self.feedforward = attention, feedforward
@@ -61,16 +63,16 @@ class TransformerXL(nn.Module):
         position: Callable[..., nn.Module],
         softmax: Callable[..., nn.Module],
         d_embed: int | None = None,
-        dropout: float = 0.0,
-        dropatt: float = 0.0,
+        dropout: float | int = 0.0,
+        dropatt: float | int = 0.0,
         same_length: bool = False,
         untie_r: bool = False,
         pre_norm: bool = False,
         activation: str = "relu",
         tie_weight: bool = True,
         activation_checkpointing: bool = False,
-        init_std: float = 0.02,
-        proj_init_std: float = 0.01,
+        init_std: float | int = 0.02,
+        proj_init_std: float | int = 0.01,
     ):
         super().__init__()
         d_embed = d_model if d_embed is None else d_embed
@@ -111,7 +113,7 @@ class TransformerXL(nn.Module):
                 layer.attention.position.share_biases(self.layers[0].attention.position)
         self.reset(init_std=init_std, proj_init_std=proj_init_std)
 
-    def reset(self, *, init_std: float, proj_init_std: float) -> None:
+    def reset(self, *, init_std: float | int, proj_init_std: float | int) -> None:
         """The authors' initialisation: matrices, u and v N(0, init_std); norms N(1, init_std); biases 0; projections N(0, proj_init_std)."""
         for module in self.layers.modules():
             if isinstance(module, nn.LayerNorm):

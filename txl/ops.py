@@ -74,7 +74,7 @@ def attention(
     bias: Callable[[range, range], Tensor],
     *,
     span: int | None = None,
-    dropatt: float = 0.0,
+    dropatt: float | int = 0.0,
     tile: int = 128,
 ) -> Float[Tensor, "h b i d"]:
     """Causal attention of a segment over its memory and itself, a tile of queries at a time.

@@ -20,13 +20,13 @@ def warmed_up(step: int, warmup: int) -> float:
     return min(1.0, max(step, 1) / warmup) if warmup else 1.0
 
 
-def constant(step: int, *, lr: float, steps: int, valid_nll: Sequence[float], warmup: int = 0) -> float:
+def constant(step: int, *, lr: float | int, steps: int, valid_nll: Sequence[float], warmup: int = 0) -> float:
     """lr, after a linear warm-up over `warmup` updates."""
     return lr * warmed_up(step, warmup)
 
 
 def cosine(
-    step: int, *, lr: float, steps: int, valid_nll: Sequence[float], warmup: int = 0, lr_min: float = 0.0
+    step: int, *, lr: float | int, steps: int, valid_nll: Sequence[float], warmup: int = 0, lr_min: float | int = 0.0
 ) -> float:
     """lr_min + (lr - lr_min) (1 + cos(pi step / steps)) / 2, after a linear warm-up.
 
@@ -37,7 +37,9 @@ def cosine(
     return lr_min + (lr - lr_min) * (1 + math.cos(math.pi * min(step, steps) / steps)) / 2
 
 
-def inverse_square_root(step: int, *, lr: float, steps: int, valid_nll: Sequence[float], warmup: int = 0) -> float:
+def inverse_square_root(
+    step: int, *, lr: float | int, steps: int, valid_nll: Sequence[float], warmup: int = 0
+) -> float:
     """lr sqrt(warmup / step), after a linear warm-up, so that lr is the peak (Vaswani et al. 2017, section 5.3).
 
     Without a warm-up: lr / sqrt(step).
@@ -48,13 +50,13 @@ def inverse_square_root(step: int, *, lr: float, steps: int, valid_nll: Sequence
 def plateau(
     step: int,
     *,
-    lr: float,
+    lr: float | int,
     steps: int,
     valid_nll: Sequence[float],
     warmup: int = 0,
-    factor: float = 0.5,
+    factor: float | int = 0.5,
     patience: int = 0,
-    lr_min: float = 0.0,
+    lr_min: float | int = 0.0,
 ) -> float:
     """lr, multiplied by `factor` each time that more than `patience` validations in a row brought no new best nll.
 

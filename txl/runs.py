@@ -16,7 +16,7 @@ from txl.config import load_yaml
 from txl.data.corpus import Corpus, Split
 from txl.data.vocab import Vocabulary, fingerprint
 from txl.runtime import write_json
-from txl.settings import TRAINED, Train
+from txl.settings import TRAINED
 from txl.training import Run
 
 OUTPUTS = Path("outputs")
@@ -118,7 +118,7 @@ def differences(path: Path, config: Mapping[str, Any]) -> list[str]:
     """What a configuration changes about the one that the folder holds; nothing where it holds none."""
     try:
         return changes(load_yaml(path / "config.yaml"), config)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return []
 
 
@@ -153,7 +153,7 @@ def result(path: Path) -> dict[str, Any] | None:
     """result.json of a finished run, else None."""
     try:
         return json.loads((path / "result.json").read_text())
-    except (FileNotFoundError, ValueError):
+    except (FileNotFoundError, NotADirectoryError, ValueError):
         return None
 
 
@@ -178,13 +178,18 @@ def save_last(path: Path, content: Mapping[str, Any], *, keep: int) -> None:
     os.replace(upcoming, names[0])
 
 
+def saved(path: Path) -> list[Path]:
+    """The files last.pt, last.1.pt, ... that a folder holds, newest first."""
+    aged = sorted(path.glob("last.[0-9]*.pt"), key=lambda file: int(file.name.split(".")[1]))
+    return [file for file in (path / "last.pt", *aged) if file.exists()]
+
+
 def load_last(path: Path) -> dict[str, Any] | None:
     """The newest last*.pt that can be read, with a warning for each that cannot; None where there is none.
 
     Raises ValueError if there are some and all are damaged: a run is never begun anew over what it had.
     """
-    candidates = [path / "last.pt", *sorted(path.glob("last.[0-9]*.pt"), key=lambda file: int(file.name.split(".")[1]))]
-    candidates = [candidate for candidate in candidates if candidate.exists()]
+    candidates = saved(path)
     for candidate in candidates:
         try:
             return checkpoint.load(candidate, key="resume")
@@ -195,24 +200,30 @@ def load_last(path: Path) -> dict[str, Any] | None:
     return None
 
 
-def go_on(path: Path, parts: Parts, settings: Train) -> None:
-    """Sets a run to where its folder left it; a new one to the weights of `init_from`, if that is asked for.
+def begin_from(parts: Parts, init_from: str) -> None:
+    """Gives a new run the weights of a checkpoint. Raises ValueError where there is none, or one of another vocabulary."""
+    content = checkpoint.load(checkpoint.locate(init_from, "init_from"), "init_from")
+    _take_weights(parts, content, "init_from")
+
+
+def go_on(path: Path, parts: Parts) -> None:
+    """Sets a run to where its folder left it; a new one stays as it is.
 
     Raises ValueError where the vocabulary or the text is another than the checkpoint's.
     """
-    run = parts.run
-    content, key = load_last(path), "resume"
-    if content is None and settings.init_from is not None:
-        content, key = checkpoint.load(checkpoint.locate(settings.init_from, "init_from"), "init_from"), "init_from"
+    content = load_last(path)
     if content is None:
         return
+    _take_weights(parts, content, "resume")
+    if content["texts"] != parts.texts():
+        raise ValueError("resume: the text of data has changed since the run began")
+    parts.run.load_state_dict(content["run"])
+
+
+def _take_weights(parts: Parts, content: Mapping[str, Any], key: str) -> None:
     if fingerprint(checkpoint.vocabulary(content)) != fingerprint(parts.vocab):
         raise ValueError(f"{key}: the checkpoint was made with another vocabulary than that of data")
-    checkpoint.load_weights(run.model, content["model"], key)
-    if key == "resume":
-        if content["texts"] != parts.texts():
-            raise ValueError("resume: the text of data has changed since the run began")
-        run.load_state_dict(content["run"])
+    checkpoint.load_weights(parts.run.model, content["model"], key)
 
 
 def content_of(parts: Parts, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ Trained = Literal["trained"]
 Precision = Literal["fp32", "bf16", "fp16"]
 
 
-def _at_least(settings: Any, smallest: float, *names: str) -> None:
+def _at_least(settings: Any, smallest: int, *names: str) -> None:
     """Raises ValueError for a number below `smallest`; null and the word `trained` pass."""
     for name in names:
         value = getattr(settings, name)
@@ -43,7 +43,7 @@ class Train:
     steps: int
     tgt_len: int
     batch_size: int
-    clip: float | None
+    clip: float | int | None
     log_every: int
     eval_every: int
     save_every: int
@@ -79,7 +79,7 @@ class OtherText:
     valid: str | None | Trained
     test: str | None | Trained
     path: str | None | Trained
-    fractions: list[float] | Trained
+    fractions: list[float | int] | Trained
     max_bytes: int | None | Trained
 
 
@@ -112,9 +112,9 @@ class Generate:
     prompt: str | None
     prompt_file: str | None
     max_new_tokens: int
-    temperature: float
+    temperature: float | int
     top_k: int | None
-    top_p: float | None
+    top_p: float | int | None
     stop: str | None
     num_samples: int
     seed: int

@@ -61,7 +61,7 @@ def draw_curves(path: Path, rows: list[dict[str, Any]]) -> None:
         axis.set_title(" and ".join(names))
         axis.grid(alpha=0.3)
     axes[0].set_ylabel("nats per token")
-    axes[0].legend()
+    axes[0].legend() if axes[0].lines else None
     figure.savefig(path, dpi=100)
     pyplot.close(figure)
 

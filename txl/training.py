@@ -46,6 +46,7 @@ class Run:
         return {
             **{name: getattr(self, name) for name in self.PLAIN},
             "optimizer": self.optimizer.state_dict(),
+            "optimizer_kind": type(self.optimizer).__name__,
             "lanes": self.lanes.state_dict(),
             "scaler": self.scaler.state_dict(),
             "mems": None if self.mems is None else [memory.clone() for memory in self.mems],
@@ -56,7 +57,10 @@ class Run:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Sets all but the model's parameters; the random generators last."""
+        """Sets all but the model's parameters; the random generators last. Raises ValueError for what does not fit."""
+        kind = type(self.optimizer).__name__
+        if state["optimizer_kind"] != kind:
+            raise ValueError(f"resume: optimizer: the run was trained with {state['optimizer_kind']}, not {kind}")
         for name in self.PLAIN:
             setattr(self, name, state[name])
         settings = [{key: group[key] for key in group if key != "params"} for group in self.optimizer.param_groups]
@@ -97,9 +101,9 @@ def updates(
     run: Run,
     *,
     steps: int,
-    lr: float,
+    lr: float | int,
     schedule: Callable[..., float],
-    clip: float | None = None,
+    clip: float | int | None = None,
     precision: str = "fp32",
 ) -> Iterator[Update]:
     """Trains until `steps` updates are done, one update each time round.

@@ -1,16 +1,12 @@
 """Numbers computed once with the authors' own code, in float64: tests/golden/README.md says what each file holds."""
 
-import json
-from pathlib import Path
-
 import pytest
 import torch
-from safetensors import safe_open
+from golden import part, read
 
 from txl.interop import from_original, to_original
 from txl.interop.original import _correspondence
 
-GOLDEN = Path(__file__).parents[1] / "golden"
 MODELS = [
     "xl_post_norm",
     "xl_pre_norm",
@@ -19,17 +15,6 @@ MODELS = [
     "xl_no_memory",
     "xl_d_embed",
 ]
-
-
-def read(name):
-    with safe_open(GOLDEN / f"{name}.safetensors", "pt") as file:
-        tensors = {key: file.get_tensor(key) for key in file.keys()}
-        meta = {key: value for key, value in file.metadata().items() if key != "note"}
-    return tensors, {key: json.loads(value) for key, value in meta.items()}
-
-
-def part(tensors, prefix):
-    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -69,3 +54,64 @@ def test_to_original_undoes_from_original(name):
     again, flags_again = to_original(from_original(state, flags))
     assert flags_again == flags
     assert all(torch.equal(again[key], state[key]) for key in state)
+
+
+def with_flags(**changes):
+    tensors, meta = read("xl_post_norm")
+    return part(tensors, "weight."), {**meta["config"], **changes}
+
+
+@pytest.mark.parametrize("given", ["word_emb.emb_layers.0.weight", "crit.out_layers.0.weight"])
+def test_tied_weights_may_stand_under_either_name(given):
+    weights, flags = with_flags()
+    both, _ = to_original(from_original(weights, flags))
+    one = {name: tensor for name, tensor in weights.items() if name == given or "emb_layers" not in name}
+    one = {name: tensor for name, tensor in one.items() if name == given or name != "crit.out_layers.0.weight"}
+    assert len(one) == len(weights) - 1
+    state, _ = to_original(from_original(one, flags))
+    assert all(torch.equal(state[name], tensor) for name, tensor in both.items())
+
+
+def test_untied_weights_and_biases_go_there_and_back():
+    weights, flags = with_flags(tie_weight=False, untie_r=True, mem_len=0, dropout=0.1, d_embed=8)
+    generator = torch.Generator().manual_seed(0)
+    weights["crit.out_layers.0.weight"] = torch.randn(29, 8, generator=generator)
+    weights["word_emb.emb_layers.0.weight"] = torch.randn(29, 8, generator=generator)
+    weights["word_emb.emb_projs.0"] = torch.randn(12, 8, generator=generator)
+    weights["crit.out_projs.0"] = torch.randn(12, 8, generator=generator)
+    for name in ("r_w_bias", "r_r_bias"):
+        shared = weights.pop(name)
+        weights |= {f"layers.{layer}.dec_attn.{name}": shared + layer for layer in range(2)}
+    weights["pos_emb.inv_freq"] = torch.zeros(6)
+    model = from_original(weights, flags)
+    assert model.dropout.p == 0.1 and not model.training
+    del weights["pos_emb.inv_freq"]
+    state, back = to_original(model)
+    assert state.keys() == weights.keys()
+    assert all(torch.equal(state[name], tensor) for name, tensor in weights.items())
+    assert back["untie_r"] is True and back["tie_weight"] is False and back["mem_len"] == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"attn_type": 1}, "attn_type=1 is not supported"),
+        ({"cutoffs": [10, 20]}, r"cutoffs=\[10, 20\] is not supported"),
+        ({"div_val": 2}, "div_val=2 is not supported"),
+        ({"d_model": None}, "flags: d_model missing"),
+        ({"d_inner": 21}, r"CoreNet.0.weight has shape \(20, 12\), the flags ask for \(21, 12\)"),
+        ({"n_layer": 3}, r"state_dict: layers\.2\.\S+, .* missing"),
+        ({"n_layer": 1}, "not understood"),
+        ({"d_model": 13}, "must be even"),
+    ],
+)
+def test_what_cannot_be_represented_is_named(changes, message):
+    with pytest.raises(ValueError, match=message):
+        from_original(*with_flags(**changes))
+
+
+def test_weights_tied_by_the_flags_but_different_are_refused():
+    weights, flags = with_flags()
+    weights["crit.out_layers.0.weight"] = weights["crit.out_layers.0.weight"] + 1
+    with pytest.raises(ValueError, match="are tied by the flags, but differ"):
+        from_original(weights, flags)

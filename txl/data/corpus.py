@@ -107,7 +107,7 @@ def _save(path: Path, tokens: np.ndarray) -> None:
         raise ValueError(f"cache_dir: cannot write {path.parent} ({error.strerror})") from error
 
 
-def cut(text: bytes, fractions: Sequence[float]) -> dict[str, bytes]:
+def cut(text: bytes, fractions: Sequence[float | int]) -> dict[str, bytes]:
     """Cuts a text by bytes, in order, into train, valid and test. Raises ValueError unless three shares make a whole."""
     if len(fractions) != 3 or min(fractions) <= 0 or abs(sum(fractions) - 1) > 1e-6:
         raise ValueError(f"data.fractions: must be three numbers above 0 that add up to 1, got {list(fractions)}")
@@ -119,7 +119,7 @@ def cut(text: bytes, fractions: Sequence[float]) -> dict[str, bytes]:
 def _cut_corpus(
     read: Callable[[], bytes],
     *,
-    fractions: Sequence[float],
+    fractions: Sequence[float | int],
     max_bytes: int | None,
     vocab: Vocabulary,
     cache_dir: str | None,
@@ -136,7 +136,7 @@ def _check_max_bytes(max_bytes: int | None) -> None:
 
 
 def python_docs(
-    *, vocab: Vocabulary, fractions: list[float], max_bytes: int | None = None, cache_dir: str | None = None
+    *, vocab: Vocabulary, fractions: list[float | int], max_bytes: int | None = None, cache_dir: str | None = None
 ) -> Corpus:
     """The help topics that ship inside CPython: about 0.46 MB of English, different a little in each release.
 
@@ -152,7 +152,7 @@ def python_docs(
 
 
 def python_source(
-    *, vocab: Vocabulary, fractions: list[float], max_bytes: int | None = None, cache_dir: str | None = None
+    *, vocab: Vocabulary, fractions: list[float | int], max_bytes: int | None = None, cache_dir: str | None = None
 ) -> Corpus:
     """The standard library's own .py files in path order, without tests: about 11 MB.
 
@@ -175,7 +175,7 @@ def text_files(
     valid: str | None = None,
     test: str | None = None,
     path: str | None = None,
-    fractions: list[float] = (0.9, 0.05, 0.05),
+    fractions: list[float | int] = (0.9, 0.05, 0.05),
     max_bytes: int | None = None,
     cache_dir: str | None = None,
 ) -> Corpus:

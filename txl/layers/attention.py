@@ -24,7 +24,7 @@ class Attention(nn.Module):
         d_model: int,
         n_head: int,
         d_head: int,
-        dropatt: float,
+        dropatt: float | int,
         position: Callable[..., nn.Module],
         span: int | None,
     ):

@@ -19,7 +19,7 @@ class FeedForward(nn.Module):
     Raises ValueError for an unknown activation.
     """
 
-    def __init__(self, *, d_model: int, d_inner: int, dropout: float, activation: str):
+    def __init__(self, *, d_model: int, d_inner: int, dropout: float | int, activation: str):
         super().__init__()
         if activation not in ACTIVATIONS:
             raise ValueError(f"model.activation: must be one of {', '.join(ACTIVATIONS)}; got {activation!r}")

@@ -30,7 +30,7 @@ class FullSoftmax(nn.Module):
             self.emb_proj if tie_projs else nn.Parameter(torch.empty(d_model, d_embed)) if projected else None
         )
 
-    def reset(self, *, init_std: float, proj_init_std: float) -> None:
+    def reset(self, *, init_std: float | int, proj_init_std: float | int) -> None:
         """The authors' initialisation: tables N(0, init_std), projections N(0, proj_init_std), bias 0."""
         for table in (self.weight, self.out_weight):
             nn.init.normal_(table, 0.0, init_std)

@@ -1,0 +1,152 @@
+import math
+
+import pytest
+import torch
+from conftest import tiny_model
+from hypothesis import given
+from hypothesis import strategies as st
+
+from txl.data.vocab import Bytes, Characters
+from txl.generation import Reader, Sampling, encode_prompt, generate, sample_seed, sample_text, until
+
+MODELS = {
+    "memory": ["model.memory.mem_len=40"],
+    "same_length": ["model.same_length=true", "model.memory.mem_len=7"],
+    "no_memory": ["model/memory=none"],
+    "pre_norm": ["model.memory.mem_len=40", "model.pre_norm=true"],
+}
+
+
+@pytest.mark.parametrize("variant", MODELS)
+@pytest.mark.parametrize("prompt_len", [1, 5, 12])
+def test_generation_with_memory_equals_recomputation_from_scratch(variant, prompt_len):
+    """Greedy, far past the memory where same_length fixes what a token sees; the text is read whole again each time."""
+    model = tiny_model(*MODELS[variant])
+    context = 64 if variant == "no_memory" else 5
+    reader = Reader(model, context=context)
+    prompt = torch.randint(50, (1, prompt_len), generator=torch.Generator().manual_seed(6))
+    made = list(generate(reader, reader.read(prompt), Sampling(max_new_tokens=25, temperature=0.0), sample_seed(0, 0)))
+    text = prompt
+    for token in made:
+        log_probs, _ = model(text)
+        assert token == log_probs[0, -1].argmax()
+        text = torch.cat([text, torch.tensor([[token]])], dim=1)
+    assert len(made) == 25
+
+
+def test_log_probabilities_with_memory_equal_those_from_scratch():
+    model = tiny_model("model.memory.mem_len=40")
+    reader, text = Reader(model, context=4), torch.randint(50, (1, 30), generator=torch.Generator().manual_seed(8))
+    whole, _ = model(text)
+    state = reader.read(text[:, :9])
+    for place in range(9, 30):
+        torch.testing.assert_close(state.log_probs, whole[0, place - 1], rtol=0, atol=1e-11)
+        state = reader.read(text[:, place : place + 1], state)
+
+
+def test_without_memory_only_the_last_context_tokens_are_read():
+    model = tiny_model("model/memory=none")
+    reader, text = Reader(model, context=6), torch.randint(50, (1, 20), generator=torch.Generator().manual_seed(8))
+    state = reader.read(text[:, :-1])
+    state = reader.read(text[:, -1:], state)
+    torch.testing.assert_close(state.log_probs, model(text[:, -6:])[0][0, -1])
+
+
+LOG_PROBS = torch.tensor([0.5, 0.25, 0.15, 0.1], dtype=torch.float64).log()
+
+
+def frequencies(n=4000, **settings):
+    sampling, generator = Sampling(**settings), torch.Generator().manual_seed(0)
+    counts = torch.zeros(4)
+    for _ in range(n):
+        counts[sampling.draw(LOG_PROBS, generator)] += 1
+    return (counts / n).tolist()
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, [0.5, 0.25, 0.15, 0.1]),
+        ({"temperature": 0.0}, [1, 0, 0, 0]),
+        ({"temperature": 0.5}, [0.25 / 0.345, 0.0625 / 0.345, 0.0225 / 0.345, 0.01 / 0.345]),
+        ({"top_k": 2}, [2 / 3, 1 / 3, 0, 0]),
+        ({"top_k": 1}, [1, 0, 0, 0]),
+        ({"top_k": 99}, [0.5, 0.25, 0.15, 0.1]),
+        ({"top_p": 0.75}, [2 / 3, 1 / 3, 0, 0]),
+        ({"top_p": 0.76}, [0.5 / 0.9, 0.25 / 0.9, 0.15 / 0.9, 0]),
+        ({"top_p": 0.01}, [1, 0, 0, 0]),
+        ({"top_p": 1.0}, [0.5, 0.25, 0.15, 0.1]),
+        ({"top_k": 3, "top_p": 0.8}, [2 / 3, 1 / 3, 0, 0]),
+    ],
+)
+def test_sampling_draws_from_the_distribution_it_names(settings, expected):
+    found = frequencies(**settings)
+    assert found == pytest.approx(expected, abs=0.03)
+    assert [one == 0 for one in found] == [one == 0 for one in expected]
+
+
+@pytest.mark.parametrize("temperature", [-0.1, math.nan, math.inf])
+def test_temperature_below_zero_is_refused(temperature):
+    with pytest.raises(ValueError, match="temperature: must be at least 0"):
+        Sampling(temperature=temperature)
+
+
+@pytest.mark.parametrize("top_p", [0.0, -1.0, 1.01, math.nan])
+def test_top_p_outside_its_range_is_refused(top_p):
+    with pytest.raises(ValueError, match=r"top_p: must lie in \(0, 1\]"):
+        Sampling(top_p=top_p)
+
+
+@pytest.mark.parametrize("top_k", [0, -3])
+def test_top_k_below_one_is_refused(top_k):
+    with pytest.raises(ValueError, match="top_k: must be at least 1"):
+        Sampling(top_k=top_k)
+
+
+def test_a_sample_depends_on_its_seed_and_number_alone():
+    reader = Reader(tiny_model(), context=8)
+    start = reader.read(torch.tensor([[1]]))
+
+    def sample(seed, number, length=10):
+        return list(generate(reader, start, Sampling(max_new_tokens=length), sample_seed(seed, number)))
+
+    assert sample(0, 1) == sample(0, 1, length=20)[:10]
+    assert len({tuple(sample(seed, number)) for seed in (0, 1) for number in (0, 1)}) == 4
+
+
+def test_nothing_is_generated_where_nothing_is_asked_for():
+    reader = Reader(tiny_model(), context=8)
+    start = reader.read(torch.tensor([[1]]))
+    assert list(generate(reader, start, Sampling(max_new_tokens=0), sample_seed(0, 0))) == []
+
+
+@given(st.lists(st.binary(max_size=4)), st.binary(max_size=4))
+def test_until_ends_before_the_stop_text(pieces, stop):
+    whole = b"".join(pieces)
+    expected = whole.split(stop)[0] if stop and stop in whole else whole
+    assert b"".join(until(iter(pieces), stop or None)) == expected
+
+
+def test_until_holds_back_no_more_than_it_must():
+    pieces = iter([b"a", b"b", b"c", b"d"])
+    made = until(pieces, b"bx")
+    assert next(made) == b"a"
+    assert next(made) == b""  # b could begin the stop text
+    assert next(made) == b"bc"
+
+
+def test_an_empty_prompt_is_a_newline():
+    assert encode_prompt(Bytes(), b"").tolist() == [[10]]
+
+
+def test_a_prompt_with_characters_that_the_vocabulary_lacks_is_refused():
+    vocab = Characters().fit(b"abc\n")
+    assert encode_prompt(vocab, b"cab").tolist() == [[4, 2, 3]]
+    with pytest.raises(ValueError, match=r"prompt: the checkpoint's vocabulary lacks '\\xe9', 'z'|'z', '\\xe9'"):
+        encode_prompt(vocab, "azé".encode())
+
+
+def test_a_sample_of_a_text_without_newlines_begins_anyhow():
+    vocab = Characters().fit(b"abc")
+    text = sample_text(tiny_model(n_token=4), vocab, b"", Sampling(max_new_tokens=5), context=8, seed=0)
+    assert len(vocab.encode(text)) == 5

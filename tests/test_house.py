@@ -1,0 +1,62 @@
+"""What keeps the house in order: imports go one way, nothing is left unfinished."""
+
+import ast
+import subprocess
+import sys
+
+from conftest import ROOT
+
+ORDER = [
+    ["txl.settings", "txl.ops"],
+    ["txl.layers"],
+    ["txl.model"],
+    ["txl.data", "txl.optim", "txl.runtime"],
+    ["txl.evaluation", "txl.generation", "txl.checkpoint", "txl.tracking"],
+    ["txl.training"],
+    ["txl.runs"],
+]
+
+
+def imports(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def rank(name):
+    for level, modules in enumerate(ORDER):
+        if any(name == module or name.startswith(f"{module}.") for module in modules):
+            return level
+    return None
+
+
+def test_imports_go_up_only():
+    for path in sorted((ROOT / "txl").rglob("*.py")):
+        module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        level = rank(module)
+        for name in imports(path):
+            if level is not None and (other := rank(name)) is not None:
+                assert other <= level, f"{module} imports {name}"
+    assert not [name for name in imports(ROOT / "txl" / "config.py") if name.startswith("txl")]
+
+
+def test_only_config_knows_hydra():
+    for path in sorted((ROOT / "txl").rglob("*.py")):
+        if path.name != "config.py":
+            assert not [name for name in imports(path) if name.split(".")[0] in ("hydra", "omegaconf")], path
+
+
+def test_the_model_needs_nothing_but_torch_einops_and_jaxtyping():
+    program = (
+        "import sys\n"
+        "class Refuse:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name.split('.')[0] in {'hydra', 'omegaconf', 'rich', 'matplotlib', 'wandb', 'safetensors', 'yaml'}:\n"
+        "            raise ImportError(name)\n"
+        "sys.meta_path.insert(0, Refuse())\n"
+        "import txl.ops, txl.model, txl.layers.memory, txl.layers.position, txl.layers.softmax\n"
+    )
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=120)

@@ -1,0 +1,252 @@
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import TINY, in_process
+
+from txl import checkpoint, runs
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ([], "default"),
+        (["steps=10"], "steps-10"),
+        (["model.n_layer=2", "batch_size=4"], "batch_size-4_model.n_layer-2"),
+        (["batch_size=4", "model.n_layer=2"], "batch_size-4_model.n_layer-2"),
+        (["name=x", "device=cpu", "log_every=1", "save_every=2", "resume=r", "cache_dir=c"], "default"),
+        (["tracker=wandb", "tracker.mode=online", "+tracker.tags=[a]", "max_minutes=1", "processes=2"], "default"),
+        (["optimizer=adamw", "tracker=wandb"], "optimizer-adamw"),
+        (["+experiment=a.b"], "+experiment-a.b"),
+    ],
+)
+def test_slugs(overrides, expected):
+    assert runs.slug(overrides) == expected
+
+
+@pytest.mark.parametrize(
+    "override", ["data.train=/a/b.txt", "optimizer.betas=[0.9,0.95]", "model/memory=none", "x=a=b"]
+)
+def test_a_slug_that_loses_characters_ends_in_a_hash(override):
+    slug = runs.slug([override])
+    assert re.fullmatch(r"[A-Za-z0-9._+-]+-[0-9a-f]{8}", slug)
+    assert slug != runs.slug([override.replace("/", "-").replace(",", "-")]) or "/" not in override
+    assert runs.slug([override]) == slug
+
+
+def test_a_long_slug_is_cut_and_told_apart():
+    many = [f"model.key{index}={index}" for index in range(40)]
+    assert len(runs.slug(many)) <= 110
+    assert runs.slug(many) != runs.slug([*many[:-1], "model.key39=40"])
+
+
+def files(path):
+    return {file.name: file.read_bytes() for file in path.iterdir() if file.name != ".lock"}
+
+
+def test_a_run_folder_holds_what_the_contract_says(trained_run):
+    names = {file.name for file in trained_run.iterdir()}
+    assert names == {
+        *("config.yaml", "overrides.json", "metrics.jsonl", "last.pt", "last.1.pt", "best.pt", "result.json"),
+        *("curves.png", "sample.txt", ".lock"),
+    }
+    result = json.loads((trained_run / "result.json").read_text())
+    assert set(result) == {"valid", "test", "step", "tokens_seen", "seconds", "parameters", "corpus", "vocabulary"}
+    for split in ("valid", "test"):
+        figure = result[split]
+        assert set(figure) == {
+            *("nll", "ppl", "bits_per_token", "bits_per_byte", "tokens", "bytes"),
+            *("split", "mem_len", "tgt_len", "clamp_len", "same_length", "batch_size"),
+        }
+        assert figure["split"] == split and figure["tokens"] == figure["bytes"] == 999
+    rows = [json.loads(line) for line in (trained_run / "metrics.jsonl").read_text().splitlines()]
+    train = [row for row in rows if "train/nll" in row]
+    valid = [row for row in rows if "valid/nll" in row]
+    assert [row["step"] for row in train] == [2, 4, 6] and [row["step"] for row in valid] == [3, 6]
+    assert [row["tokens"] for row in valid] == [96, 192]
+    assert {"valid/ppl", "valid/bits_per_byte"} <= valid[0].keys()
+    assert {"train/lr", "train/grad_norm", "tokens_per_second"} <= train[0].keys()
+    assert result["valid"]["nll"] == pytest.approx(min(row["valid/nll"] for row in valid))
+    assert (trained_run / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert json.loads((trained_run / "overrides.json").read_text()) == ["name=tiny", *TINY]
+    assert checkpoint.load(trained_run / "last.1.pt")["step"] == 3
+    assert os.stat(trained_run / "last.pt").st_ino != os.stat(trained_run / "last.1.pt").st_ino
+
+
+def test_hydra_writes_nothing_of_its_own(trained_run):
+    assert sorted(path.name for path in trained_run.parents[2].iterdir()) == ["outputs"]
+    assert sorted(path.name for path in trained_run.parents[1].iterdir()) == ["tiny"]
+
+
+def test_two_runs_with_one_seed_are_equal_bit_for_bit():
+    for name in ("one", "two"):
+        assert in_process("train", f"name={name}", *TINY, "model.dropout=0.1").status == 0
+    one, two = (checkpoint.load(next(Path("outputs", name).iterdir()) / "last.pt") for name in ("one", "two"))
+    assert one["model"].keys() == two["model"].keys()
+    assert all(torch.equal(tensor, two["model"][name]) for name, tensor in one["model"].items())
+    assert one["run"]["valid_nll"] == two["run"]["valid_nll"]
+    assert in_process("train", "name=one", *TINY, "model.dropout=0.1", "seed=2").status == 0
+    other = next(path for path in Path("outputs/one").iterdir() if "seed-2" in path.name or path.name > "")
+    others = [checkpoint.load(path / "last.pt")["run"]["valid_nll"] for path in Path("outputs/one").iterdir()]
+    assert len(others) == 2 and others[0] != others[1] and other.exists()
+
+
+def test_the_same_command_again_reports_a_finished_run():
+    first = in_process("train", *TINY)
+    (path,) = Path("outputs/python_docs").iterdir()
+    before = files(path)
+    again = in_process("train", *TINY, "log_every=1")
+    assert again == (0, first.stdout, "")
+    assert files(path) == before
+
+
+def interrupted(monkeypatch, after: int, *overrides: str):
+    """A run that dies in the middle of an update, without a chance to save."""
+    from txl import training
+
+    real = training.updates
+
+    def dying(*arguments, **settings):
+        for update in real(*arguments, **settings):
+            if update.step > after:
+                raise RuntimeError("power cut")
+            yield update
+
+    monkeypatch.setattr(training, "updates", dying)
+    with pytest.raises(RuntimeError, match="power cut"):
+        in_process("train", *TINY, *overrides)
+    monkeypatch.setattr(training, "updates", real)
+
+
+def test_the_same_command_again_continues_an_unfinished_run(monkeypatch):
+    """To the same weights, bit for bit, with no line of the log lost or doubled."""
+    assert in_process("train", "name=whole", *TINY, "model.dropout=0.1").status == 0
+    interrupted(monkeypatch, 4, "name=cut", "model.dropout=0.1")
+    (cut,) = Path("outputs/cut").iterdir()
+    assert not (cut / "result.json").exists()
+    assert in_process("train", "name=cut", *TINY, "model.dropout=0.1").status == 0
+    (whole,) = Path("outputs/whole").iterdir()
+    a, b = (checkpoint.load(path / "last.pt") for path in (whole, cut))
+    assert all(torch.equal(tensor, b["model"][name]) for name, tensor in a["model"].items())
+
+    def rows(path):
+        lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+        return [{key: value for key, value in row.items() if key != "tokens_per_second"} for row in lines]
+
+    assert rows(whole) == rows(cut)
+
+
+def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before():
+    assert in_process("train", *TINY).status == 0
+    (path,) = Path("outputs/python_docs").iterdir()
+    whole = checkpoint.load(path / "last.pt")
+    (path / "result.json").unlink()
+    (path / "last.pt").write_bytes((path / "last.pt").read_bytes()[:1000])
+    outcome = in_process("train", *TINY)
+    assert outcome.status == 0 and "warning: resume:" in outcome.stderr and "step 6/6" in outcome.stderr
+    again = checkpoint.load(path / "last.pt")
+    assert all(torch.equal(tensor, again["model"][name]) for name, tensor in whole["model"].items())
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_is_never_begun_anew():
+    assert in_process("train", *TINY).status == 0
+    (path,) = Path("outputs/python_docs").iterdir()
+    (path / "result.json").unlink()
+    for name in ("last.pt", "last.1.pt"):
+        (path / name).write_bytes(b"damaged")
+    before = files(path)
+    outcome = in_process("train", *TINY)
+    assert outcome.status == 1 and "resume: none of the checkpoints" in outcome.stderr.splitlines()[-1]
+    assert files(path) == before
+
+
+def test_resume_goes_on_with_the_runs_overrides_and_the_new_ones():
+    assert in_process("train", "name=long", *TINY).status == 0
+    (path,) = Path("outputs/long").iterdir()
+    outcome = in_process("train", f"resume={path}", "steps=9", "optimizer.weight_decay=0.1")
+    assert outcome.status == 0, outcome.stderr
+    assert (
+        "resume: steps: 6, now 9" in outcome.stderr and "resume: optimizer.weight_decay: 0.0, now 0.1" in outcome.stderr
+    )
+    assert "step 7" not in outcome.stderr.splitlines()[0]
+    content = checkpoint.load(path / "last.pt")
+    assert content["step"] == 9 and content["config"]["model"]["d_model"] == 16
+    assert content["run"]["optimizer"]["param_groups"][0]["weight_decay"] == 0.1
+    assert [path.name for path in Path("outputs/long").iterdir()] == [path.name]
+    assert in_process("train", f"resume={path}").status == 0
+    changed = in_process("train", "name=long", *TINY)
+    assert changed.status == 1 and "steps: 9, now 6" in changed.stderr
+
+
+def test_resume_takes_groups_and_works_from_another_folder(tmp_path, monkeypatch):
+    Path("mine.txt").write_bytes(b"to be or not to be " * 200)
+    data = [override for override in TINY if "data." not in override]
+    assert in_process("train", "name=there", "data=text", "data.train=mine.txt", *data).status == 0
+    (path,) = (tmp_path / "outputs" / "there").iterdir()
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    outcome = in_process("train", f"resume={path}", "schedule=constant", "steps=8")
+    assert outcome.status == 0, outcome.stderr
+    assert checkpoint.load(path / "last.pt")["config"]["schedule"]["_target_"] == "txl.optim.constant"
+    assert list(elsewhere.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("batch_size=3", "resume: batch_size or data changed"),
+        ("optimizer=sgd", "resume: optimizer:"),
+        ("model.n_layer=3", "resume: its weights do not fit the model"),
+        ("data/vocab=characters", "resume: the checkpoint was made with another vocabulary"),
+        ("data.max_bytes=10000", "resume: the text of data has changed"),
+    ],
+)
+def test_what_cannot_change_on_resume_is_refused_and_loses_nothing(override, message):
+    assert in_process("train", "name=fixed", *TINY).status == 0
+    (path,) = Path("outputs/fixed").iterdir()
+    before = files(path)
+    outcome = in_process("train", f"resume={path}", override)
+    assert outcome.status == 1 and message in outcome.stderr.splitlines()[-1]
+    assert files(path) == before
+
+
+def test_init_from_begins_a_new_run_with_old_weights(trained_run):
+    outcome = in_process("train", "name=child", f"init_from={trained_run}", *TINY, "steps=1", "optimizer.lr=1e-12")
+    assert outcome.status == 0, outcome.stderr
+    (path,) = Path("outputs/child").iterdir()
+    child, parent = checkpoint.load(path / "last.pt"), checkpoint.load(trained_run / "best.pt")
+    assert child["step"] == 1
+    for name, tensor in parent["model"].items():
+        torch.testing.assert_close(child["model"][name], tensor, rtol=0, atol=1e-9)
+
+
+def test_init_from_a_checkpoint_of_another_vocabulary_is_refused(trained_run):
+    outcome = in_process("train", "name=child", f"init_from={trained_run}", *TINY, "data/vocab=characters")
+    assert outcome.status == 1
+    assert outcome.stderr.startswith("init_from: the checkpoint was made with another vocabulary")
+
+
+def test_a_call_from_python_has_a_folder_of_its_own():
+    from conftest import compose
+
+    import train
+
+    nll = train.main(compose(*TINY, "steps=2"))
+    (path,) = Path("outputs/python_docs").iterdir()
+    assert path.name.startswith("config-")
+    assert nll == json.loads((path / "result.json").read_text())["valid"]["nll"]
+
+
+def test_eval_mem_len_measures_with_another_memory(trained_run):
+    outcome = in_process("train", "name=none", *TINY, "eval.mem_len=null")
+    assert outcome.status == 0, outcome.stderr
+    (path,) = Path("outputs/none").iterdir()
+    result = json.loads((path / "result.json").read_text())
+    with_memory = json.loads((trained_run / "result.json").read_text())
+    assert result["valid"]["mem_len"] is None and result["valid"]["nll"] != with_memory["valid"]["nll"]
+    rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    assert rows[-1]["valid/nll"] == result["valid"]["nll"]

@@ -1,0 +1,114 @@
+import io
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import TINY, in_process
+
+from txl import tracking
+
+
+def test_metrics_drop_what_lies_after_the_step_they_go_on_from():
+    path = Path("metrics.jsonl")
+    path.write_text('{"step": 1, "a": 1}\n{"step": 2, "a": 2}\n{"step": 3, "a": 3}\n{"step": 4, "a"')
+    metrics = tracking.Metrics(path, step=2)
+    metrics.log({"step": 3, "a": 30})
+    assert [row["a"] for row in tracking.read_metrics(path)] == [1, 2, 30]  # there before it is closed
+    metrics.close()
+    assert tracking.read_metrics(Path("missing.jsonl")) == []
+
+
+def test_curves_are_drawn_from_any_rows():
+    row = {"step": 1, "tokens": 10, "train/nll": 2.0, "train/lr": 0.1, "train/grad_norm": 1.0}
+    for rows in ([], [row], [row, {"step": 1, "tokens": 10, "valid/nll": 2.5}]):
+        tracking.draw_curves(Path("curves.png"), rows)
+        assert Path("curves.png").read_bytes().startswith(b"\x89PNG")
+        Path("curves.png").unlink()
+
+
+def test_speed_counts_updates_alone(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(tracking.time, "monotonic", lambda: now[0])
+    speed = tracking.Speed()
+    speed.add(100)
+    now[0] = 2.0
+    with speed.paused():
+        now[0] = 50.0
+    speed.add(100)
+    now[0] = 52.0
+    assert speed.take() == {"tokens_per_second": 50.0}
+    speed.add(10)
+    now[0] = 53.0
+    assert speed.take() == {"tokens_per_second": 10.0}
+
+
+def test_plain_lines_where_there_is_no_terminal(capsys):
+    with tracking.Display(steps=20, step=0) as display:
+        display.advance(10)
+        display.show({"step": 10, "train/nll": 1.25, "tokens_per_second": 1234.5})
+    assert capsys.readouterr().err.startswith("step 10/20  train nll 1.2500  1,234 tokens/s  ETA ")
+
+
+def test_a_bar_on_a_terminal(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    with tracking.Display(steps=20, step=0) as display:
+        display.advance(10)
+        display.show({"step": 10, "train/nll": 1.25, "tokens_per_second": 1234.5})
+        display.show({"step": 10, "valid/nll": 1.5})
+    shown = terminal.getvalue()
+    assert "10/20" in shown and "train nll 1.2500" in shown and "1,234 tokens/s" in shown and "ETA" in shown
+    assert "step 10/20  valid nll 1.5000" in shown
+
+
+def test_wandb_writes_offline_into_the_runs_folder():
+    outcome = in_process("train", "tracker=wandb", "tracker.project=test", *TINY)
+    assert outcome.status == 0, outcome.stderr
+    assert "failed" not in outcome.stderr
+    (run,) = Path("outputs/python_docs").iterdir()
+    (file,) = run.rglob("offline-run-*/run-*.wandb")
+    assert b"valid/bits_per_byte" in file.read_bytes()
+    assert not Path("wandb").exists()
+
+
+def test_a_tracker_that_fails_leaves_training_as_it_is(monkeypatch):
+    import wandb
+
+    def broken(**_):
+        raise wandb.errors.CommError("no network")
+
+    monkeypatch.setattr(wandb, "init", broken)
+    outcome = in_process("train", "name=tracked", "tracker=wandb", *TINY)
+    assert outcome.status == 0
+    assert "tracker: starting W&B failed (CommError: no network); training goes on" in outcome.stderr
+    assert in_process("train", "name=untracked", *TINY).status == 0
+    results = [
+        json.loads((next(Path("outputs", name).iterdir()) / "result.json").read_text())
+        for name in ("tracked", "untracked")
+    ]
+    assert results[0]["valid"] == results[1]["valid"]
+
+
+@pytest.mark.parametrize("failing", ["log", "finish"])
+def test_a_tracker_that_dies_in_the_middle_is_told_once(failing, capsys):
+    tracker = tracking.WandbTracker(project="p")
+
+    class Run:
+        def log(self, row, step):
+            if failing == "log":
+                raise ConnectionResetError("gone")
+
+        def finish(self):
+            raise ConnectionResetError("gone")
+
+    tracker._run = Run()
+    tracker.log({"step": 1})
+    tracker.log({"step": 2})
+    tracker.finish()
+    assert capsys.readouterr().err.count("training goes on without it") == 1
