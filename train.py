@@ -14,6 +14,8 @@ from txl import config as hydra_config
 from txl.config import build
 from txl.settings import TRAINED, Train
 
+SAMPLE_CONTEXT = 512  # tokens that are read before the sample is written, as in the paper (appendix E)
+
 
 @hydra_config.entry_point("train")
 def main(cfg) -> float:
@@ -22,8 +24,8 @@ def main(cfg) -> float:
     from txl.runtime import locked
 
     overrides, folder = hydra_config.task_overrides(), None
-    if cfg.resume is not None:
-        folder = Path(cfg.resume)
+    if cfg.get("resume") is not None:
+        folder = Path(str(cfg.resume))
         overrides = runs.resumed_overrides(folder, overrides or [])
         cfg = hydra_config.compose("train", overrides)
     hydra_config.check(cfg)
@@ -93,6 +95,16 @@ def train(path: Path, parts, settings: Train, config: dict) -> None:
     tracker.start(folder=path, name=f"{settings.name}/{path.name}", config=config)
     if settings.compile:
         run.model.compile(dynamic=False)
+    steps = updates(
+        run,
+        steps=settings.steps,
+        lr=settings.optimizer["lr"],
+        schedule=build(settings.schedule),
+        clip=settings.clip,
+        precision=settings.precision,
+    )
+    if settings.profile is not None:
+        steps = profiled(steps, settings.profile, path)
 
     def log(row: dict) -> None:
         row = {"step": run.step, "tokens": run.tokens, **row}
@@ -100,46 +112,40 @@ def train(path: Path, parts, settings: Train, config: dict) -> None:
         tracker.log(row)
         display.show(row)
 
-    with StopSignals() as stop, tracking.Display(steps=settings.steps, step=run.step) as display:
-        steps = updates(
-            run,
-            steps=settings.steps,
-            lr=settings.optimizer["lr"],
-            schedule=build(settings.schedule),
-            clip=settings.clip,
-            precision=settings.precision,
-        )
-        if settings.profile is not None:
-            steps = profiled(steps, settings.profile, path)
-        speed, clock = tracking.Speed(), time.monotonic()
-        for update in steps:
-            display.advance(update.step)
-            speed.add(update.n_token)
-            last = update.step == settings.steps
-            if update.step % settings.log_every == 0 or last:
-                log({**run.take_unlogged(), "train/lr": update.lr, "train/grad_norm": update.grad_norm, **speed.take()})
-            if update.step % settings.eval_every == 0 or last:
-                with speed.paused():
-                    figure = measure(parts, "valid", settings, max_segments=settings.eval["max_segments"])
-                    log({f"valid/{name}": figure[name] for name in ("nll", "ppl", "bits_per_token", "bits_per_byte")})
-                    if figure["nll"] < min(run.valid_nll, default=float("inf")):
-                        checkpoint.save(path / "best.pt", runs.content_of(parts, config))
-                    run.valid_nll.append(figure["nll"])
-                    tracking.draw_curves(path / "curves.png", tracking.read_metrics(path / "metrics.jsonl"))
-            run.seconds, clock = run.seconds + time.monotonic() - clock, time.monotonic()
-            if update.step % settings.save_every == 0 or last or stop.received:
-                with speed.paused():
-                    runs.save_last(
-                        path, runs.content_of(parts, config) | {"run": run.state_dict()}, keep=settings.keep_last
-                    )
-            if stop.received and not last:
-                tracking.draw_curves(path / "curves.png", tracking.read_metrics(path / "metrics.jsonl"))
-                tracker.finish()
-                raise hydra_config.Stopped.by(
-                    stop.received, f"stopped after update {run.step} of {settings.steps}, everything saved in {path}"
-                )
-    metrics.close()
-    tracker.finish()
+    speed, clock = tracking.Speed(), time.monotonic()
+    try:
+        with StopSignals() as stop, tracking.Display(steps=settings.steps, step=run.step) as display:
+            for update in steps:
+                display.advance(update.step)
+                speed.add(update.n_token)
+                last = update.step == settings.steps
+                if update.step % settings.log_every == 0 or last:
+                    gradient = {"train/lr": update.lr, "train/grad_norm": update.grad_norm}
+                    log({**run.take_unlogged(), **gradient, **speed.take()})
+                if update.step % settings.eval_every == 0 or last:
+                    with speed.paused():
+                        figure = measure(parts, "valid", settings, max_segments=settings.eval["max_segments"])
+                        log(
+                            {
+                                f"valid/{name}": figure[name]
+                                for name in ("nll", "ppl", "bits_per_token", "bits_per_byte")
+                            }
+                        )
+                        if run.note_valid(figure["nll"]):
+                            checkpoint.save(path / "best.pt", runs.content_of(parts, config))
+                        metrics.draw(path / "curves.png")
+                run.seconds, clock = run.seconds + time.monotonic() - clock, time.monotonic()
+                if update.step % settings.save_every == 0 or last or stop.received:
+                    with speed.paused():
+                        content = runs.content_of(parts, config) | {"run": run.state_dict()}
+                        runs.save_last(path, content, keep=settings.keep_last)
+                if stop.received and not last:
+                    words = f"stopped after update {run.step} of {settings.steps}, everything saved in {path}"
+                    raise hydra_config.Stopped.by(stop.received, words)
+    finally:
+        metrics.draw(path / "curves.png")
+        metrics.close()
+        tracker.finish()
 
 
 def measure(parts, split: str, settings: Train, *, max_segments: int | None = None) -> dict:
@@ -164,7 +170,9 @@ def measure(parts, split: str, settings: Train, *, max_segments: int | None = No
 
 
 def finish(path: Path, parts, settings: Train) -> dict:
-    """The figures of the best checkpoint, and a text that it writes."""
+    """The figures of the best checkpoint, and how it goes on after the end of the test text."""
+    import torch
+
     from txl import checkpoint, generation
     from txl.data.vocab import fingerprint
     from txl.runtime import write_json, write_whole
@@ -172,9 +180,9 @@ def finish(path: Path, parts, settings: Train) -> dict:
     best = checkpoint.load(path / "best.pt", key="name")
     checkpoint.load_weights(parts.run.model, best["model"], key="name")
     sampling = build(settings.sample)
-    text = generation.sample_text(
-        parts.run.model, parts.vocab, b"", sampling, context=settings.tgt_len, seed=settings.seed
-    )
+    reader = generation.Reader(parts.run.model, context=settings.tgt_len, precision=settings.precision)
+    start = reader.read(torch.from_numpy(parts.splits["test"].tokens[-SAMPLE_CONTEXT:].astype("int64"))[None])
+    text = parts.vocab.decode(generation.generate(reader, start, sampling, generation.sample_seed(settings.seed, 0)))
     write_whole(path / "sample.txt", lambda file: file.write(text))
     result = {
         "valid": measure(parts, "valid", settings),
@@ -197,7 +205,7 @@ def report(path: Path, result: dict) -> float:
     tracking.figures_table({name: result[name] for name in ("valid", "test")})
     print(f"run: {path}   (update {result['step']}, {result['parameters']:,} parameters, {result['seconds']:.0f} s)")
     if (path / "sample.txt").exists():
-        print("sample:\n" + (path / "sample.txt").read_text(errors="replace"))
+        print("sample, going on after the end of the test text:\n" + (path / "sample.txt").read_text(errors="replace"))
     return result["valid"]["nll"]
 
 

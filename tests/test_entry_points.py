@@ -427,7 +427,7 @@ def test_generate_as_a_command(trained_run, tmp_path):
 
 
 def test_help_and_cfg_are_readable(tmp_path):
-    for entry, key in {"train": "eval_every: 100", "evaluate": "clamp_len: trained", "generate": "top_p: null"}.items():
+    for entry, key in {"train": "eval_every: 200", "evaluate": "clamp_len: trained", "generate": "top_p: null"}.items():
         shown = command(entry, "--help", cwd=tmp_path)
         assert shown.status == 0 and shown.stderr == ""
         assert "Transformer-XL" in shown.stdout.decode() and key in shown.stdout.decode()

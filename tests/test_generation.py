@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from txl.data.vocab import Bytes, Characters
-from txl.generation import Reader, Sampling, encode_prompt, generate, sample_seed, sample_text, until
+from txl.generation import Reader, Sampling, encode_prompt, generate, sample_seed, until
 
 MODELS = {
     "memory": ["model.memory.mem_len=40"],
@@ -139,14 +139,13 @@ def test_an_empty_prompt_is_a_newline():
     assert encode_prompt(Bytes(), b"").tolist() == [[10]]
 
 
+def test_an_empty_prompt_needs_a_newline_in_the_vocabulary():
+    with pytest.raises(ValueError, match=r"prompt: .* lacks '.n'"):
+        encode_prompt(Characters().fit(b"abc"), b"")
+
+
 def test_a_prompt_with_characters_that_the_vocabulary_lacks_is_refused():
     vocab = Characters().fit(b"abc\n")
     assert encode_prompt(vocab, b"cab").tolist() == [[4, 2, 3]]
     with pytest.raises(ValueError, match=r"prompt: the checkpoint's vocabulary lacks '\\xe9', 'z'|'z', '\\xe9'"):
         encode_prompt(vocab, "azé".encode())
-
-
-def test_a_sample_of_a_text_without_newlines_begins_anyhow():
-    vocab = Characters().fit(b"abc")
-    text = sample_text(tiny_model(n_token=4), vocab, b"", Sampling(max_new_tokens=5), context=8, seed=0)
-    assert len(vocab.encode(text)) == 5

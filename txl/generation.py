@@ -127,14 +127,3 @@ def until(pieces: Iterable[bytes], stop: bytes | None) -> Iterator[bytes]:
         yield held[: len(held) - keep]
         held = held[len(held) - keep :]
     yield held
-
-
-def sample_text(
-    model: nn.Module, vocab: Vocabulary, prompt: bytes, sampling: Sampling, *, context: int, seed: int
-) -> bytes:
-    """One continuation of a prompt, whole."""
-    if not prompt and vocab.unknown(b"\n"):
-        prompt = vocab.decode([vocab.n_token - 1])  # a text of one line: begin with any of its characters
-    reader = Reader(model, context=context)
-    tokens = generate(reader, reader.read(encode_prompt(vocab, prompt)), sampling, sample_seed(seed, 0))
-    return vocab.decode(tokens)

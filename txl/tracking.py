@@ -23,11 +23,15 @@ class Metrics:
     def __init__(self, path: Path, *, step: int):
         kept = [row for row in read_metrics(path) if row["step"] <= step]
         path.write_text("".join(json.dumps(row) + "\n" for row in kept))
-        self._file = path.open("a")
+        self._path, self._file = path, path.open("a")
 
     def log(self, row: Mapping[str, Any]) -> None:
         self._file.write(json.dumps(row) + "\n")
         self._file.flush()
+
+    def draw(self, path: Path) -> None:
+        """Draws the curves of all that was logged so far."""
+        draw_curves(path, read_metrics(self._path))
 
     def close(self) -> None:
         self._file.close()

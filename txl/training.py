@@ -34,6 +34,14 @@ class Run:
     def device(self) -> torch.device:
         return next(self.model.parameters()).device
 
+    def note_valid(self, nll: float) -> bool:
+        """Remembers a valid figure; true if it is the best so far. Raises Diverged if it is not finite."""
+        if not math.isfinite(nll):
+            raise Diverged(f"optimizer.lr: after update {self.step} the valid nll is {nll}; try a lower rate, or clip")
+        best = nll < min(self.valid_nll, default=math.inf)
+        self.valid_nll.append(nll)
+        return best
+
     def take_unlogged(self) -> dict[str, float]:
         """The mean nll since this was last asked for; the count begins anew."""
         mean = self.unlogged_nll / max(1, self.unlogged_tokens)

@@ -1,0 +1,31 @@
+# make train: everything from nothing. Any Python 3.11 to 3.13 will do: make train PYTHON=python3.12
+# make train ARGS="model.n_layer=8 steps=2000": any override
+
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null && echo $$p && break; done)
+VENV := .venv
+BIN := $(VENV)/bin
+CHECKED := --jaxtyping-packages=txl,beartype.beartype
+ARGS ?=
+
+.PHONY: train test test-slow lint
+.DEFAULT_GOAL := train
+
+train: $(VENV)/.installed
+	$(BIN)/python train.py $(ARGS)
+
+test: $(VENV)/.installed
+	$(BIN)/python -m pytest $(CHECKED) $(ARGS)
+
+test-slow: $(VENV)/.installed
+	$(BIN)/python -m pytest -m slow $(ARGS)
+
+lint: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+$(VENV)/.installed: requirements.txt
+	@test -n "$(PYTHON)" || { echo "no Python 3.11 to 3.13 found; name one: make train PYTHON=/path/to/python" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --requirement requirements.txt
+	touch $@
