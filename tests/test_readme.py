@@ -1,0 +1,81 @@
+"""README is held to its word: its commands run, its paths and keys exist."""
+
+import re
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, TINY, compose, in_process
+
+from txl import config as hydra_config
+
+README = (ROOT / "README.md").read_text()
+COMMANDS = [
+    line.split("   #")[0].strip()
+    for block in re.findall(r"```(?:bash|console|sh)\n(.*?)```", README, re.DOTALL)
+    for line in block.splitlines()
+    if line.strip() and not line.startswith("#")
+]
+PROGRAMS = [command for command in COMMANDS if re.match(r"python (train|evaluate|generate)\.py", command)]
+
+
+def test_the_readme_has_commands_and_each_is_of_a_known_kind():
+    assert len(PROGRAMS) >= 15
+    known = r"make (train|test|test-slow|lint)\b|python (train|evaluate|generate)\.py|git clone |cd |pip install "
+    for command in COMMANDS:
+        assert re.match(known, command), command
+
+
+@pytest.mark.parametrize("command", PROGRAMS)
+def test_readme_commands_run(command, trained_run, tmp_path):
+    """Each as it stands, on a small model: sizes are cut by overrides, RUN is a run's folder."""
+    run = tmp_path / "RUN"
+    shutil.copytree(trained_run, run)
+    for name in ("a.txt", "b.txt", "c.txt", "other.txt", "start.txt"):
+        Path(name).write_bytes(b"to be or not to be, that is the question\n" * 50)
+    program, *arguments = shlex.split(command.replace("outputs/python_docs/default", "RUN"))[1:]
+    entry = program.removesuffix(".py")
+    if entry == "generate":
+        arguments.append("max_new_tokens=5")
+    if entry == "train" and not {"--help", "--cfg"} & set(arguments):
+        given = {argument.lstrip("+").split("=")[0] for argument in arguments}
+        no_memory = [] if any("no_memory" in one or "memory=none" in one for one in arguments) else TINY[5:6]
+        if "resume" not in given:
+            cut = [
+                *TINY[:5],
+                *no_memory,
+                *(one for one in TINY[6:] if "max_bytes" not in one or "data=text" not in arguments),
+            ]
+            arguments += [one for one in cut if one.split("=")[0] not in given]
+        arguments = [f"steps={min(8, int(one[6:]))}" if one.startswith("steps=") else one for one in arguments]
+    outcome = in_process(entry, *arguments)
+    assert outcome.status == 0, outcome.stderr
+
+
+def test_readme_names_what_exists():
+    for path in re.findall(r"`((?:txl|conf|tests|notebooks|benchmarks)/[\w/.]*)`", README):
+        assert (ROOT / path).exists(), path
+    for link in re.findall(r"\]\(([^)#:]+)\)", README):
+        assert (ROOT / link).exists(), link
+
+
+def test_readme_tables_list_the_keys_of_the_program():
+    """Every key at the root of train.yaml is explained there."""
+    for key in compose().keys() - {"_target_", "data", "model", "optimizer", "schedule", "tracker"}:
+        assert f"`{key}`" in README or f"`{key}." in README, key
+    assert hydra_config.CONF == ROOT / "conf"
+
+
+def test_readme_python_runs(tokens):
+    import torch
+
+    from txl.interop import to_original
+
+    (block,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    with torch.device("meta"):
+        state_dict, flags = to_original(hydra_config.build(compose(*TINY[:5]).model, n_token=50))
+    state_dict = {name: torch.zeros(tensor.shape) for name, tensor in state_dict.items()}
+    names = {"tokens": tokens, "targets": tokens, "mems": None, "state_dict": state_dict, "flags": flags}
+    exec(block, names)
+    assert names["output"].shape == tokens.shape and names["model"].softmax.weight.shape == (50, 16)
