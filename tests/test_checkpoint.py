@@ -23,10 +23,17 @@ def test_a_checkpoint_is_read_without_hydra_to_the_same_model(tokens, monkeypatc
     monkeypatch.setattr(hydra.utils, "instantiate", lambda *_, **__: pytest.fail("instantiate saw a checkpoint"))
     torch.manual_seed(0)
     model = checkpoint.construct(model_config()).eval()
-    content = {"config": json.dumps({"model": model_config()}), "vocab": json.dumps({"kind": "bytes"})}
+    config = {**plain(compose()), "model": model_config()}
+    content = {
+        "config": json.dumps(config),
+        "vocab": json.dumps({"kind": "bytes"}),
+        "texts": {},
+        "step": 1,
+        "tokens": 2,
+    }
     checkpoint.save(Path("a.pt"), {**content, "model": model.state_dict()})
     raw = torch.load("a.pt", weights_only=True)
-    assert all(isinstance(value, (str, dict)) for value in raw.values())
+    assert all(isinstance(value, (str, dict, int)) for value in raw.values())
     again = checkpoint.load_model(checkpoint.load(Path("a.pt")))
     assert torch.equal(again(tokens)[0], model(tokens)[0]) and not again.training
 
@@ -52,6 +59,22 @@ def test_a_file_that_is_not_ours_is_refused():
     torch.save({"format": checkpoint.FORMAT, "config": "{", "vocab": "{}"}, "d.pt")
     with pytest.raises(ValueError, match=r"checkpoint: d\.pt holds no readable configuration"):
         checkpoint.load(Path("d.pt"))
+
+
+@pytest.mark.parametrize("path", [".".join([*place, name]) for place, name, _ in checkpoint.SHAPE])
+def test_a_checkpoint_that_lacks_a_part_is_refused_by_name(path, trained_run):
+    """Also one whose part is something else."""
+    for value in (None, [], True):
+        content = checkpoint.load(trained_run / "best.pt")
+        *place, name = path.split(".")
+        node = content
+        for part in place:
+            node = node[part]
+        node[name] = value
+        written = {key: json.dumps(content[key]) for key in ("config", "vocab")}
+        torch.save({**content, **written}, "e.pt")
+        with pytest.raises(ValueError, match=f"checkpoint: e.pt holds no readable {path}$"):
+            checkpoint.load(Path("e.pt"))
 
 
 class Bomb:

@@ -20,6 +20,24 @@ from txl.runtime import write_whole
 from txl.settings import TRAINED
 
 FORMAT = "txl-1"
+SHAPE = [  # where what must stand, outer before inner
+    ((), "model", Mapping),
+    ((), "texts", dict),
+    ((), "step", int),
+    ((), "tokens", int),
+    ((), "vocab", dict),
+    ((), "config", dict),
+    (("config",), "model", dict),
+    (("config", "model"), "n_token", int),
+    (("config", "model"), "memory", dict),
+    (("config", "model"), "position", dict),
+    (("config",), "data", dict),
+    (("config",), "eval", dict),
+    (("config", "eval"), "tgt_len", (int, str)),
+    (("config", "eval"), "batch_size", int),
+    (("config",), "tgt_len", int),
+    (("config",), "precision", str),
+]
 CLASSES = {
     f"{entry.__module__}.{entry.__qualname__}": entry
     for entry in (
@@ -112,8 +130,14 @@ def load(path: Path, key: str = "checkpoint") -> dict[str, Any]:
         raise ValueError(f"{key}: {path} is no checkpoint of this project")
     try:
         content["config"], content["vocab"] = json.loads(content["config"]), json.loads(content["vocab"])
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{key}: {path} holds no readable configuration ({type(error).__name__})") from error
+    for place, name, kind in SHAPE:
+        node = content
+        for part in place:
+            node = node[part]
+        if not isinstance(node.get(name), kind) or isinstance(node[name], bool):
+            raise ValueError(f"{key}: {path} holds no readable {'.'.join([*place, name])}")
     return content
 
 

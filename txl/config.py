@@ -229,6 +229,7 @@ def launch(main: Callable[[], Any], *, literals: bool = False) -> None:
     Hydra's own complaints keep their text. HYDRA_FULL_ERROR=1 shows the traceback instead. A run that was stopped with
     everything saved exits with the status that it carries.
     """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin make a run on a busy machine 10 times slower
     before = os.environ.get("HYDRA_FULL_ERROR", "0")
     full = before not in ("", "0")
     os.environ["HYDRA_FULL_ERROR"] = "1"  # else Hydra prints its own form and exits, before we see the error

@@ -173,6 +173,7 @@ class Display:
         self._bar = None
         if self._console.is_terminal:
             columns = (
+                TextColumn("step"),
                 BarColumn(),
                 MofNCompleteColumn(),
                 TextColumn("{task.fields[text]}"),
