@@ -12,6 +12,7 @@ from pathlib import Path
 
 from txl import config as hydra_config
 from txl.settings import TRAINED, Generate
+from txl.signature import arguments
 
 
 @hydra_config.entry_point("generate")
@@ -21,7 +22,7 @@ def main(cfg) -> list[bytes]:
     from txl.runtime import choose_device
 
     hydra_config.check(cfg)
-    asked = Generate(**{key: value for key, value in hydra_config.plain(cfg).items() if key != "_target_"})
+    asked = Generate(**arguments(hydra_config.plain(cfg)))
     sampling = generation.Sampling(
         max_new_tokens=asked.max_new_tokens, temperature=asked.temperature, top_k=asked.top_k, top_p=asked.top_p
     )

@@ -13,6 +13,7 @@ from pathlib import Path
 from txl import config as hydra_config
 from txl.config import build
 from txl.settings import TRAINED, Train
+from txl.signature import arguments
 
 SAMPLE_CONTEXT = 512  # tokens that are read before the sample is written, as in the paper (appendix E)
 
@@ -41,7 +42,7 @@ def main(cfg) -> float:
     for line in changed:
         print(f"resume: {line}", file=sys.stderr)
 
-    settings = Train(**{key: value for key, value in config.items() if key != "_target_"})
+    settings = Train(**arguments(config))
     parts = assemble(settings)
     if settings.init_from is not None and not runs.saved(path):
         runs.begin_from(parts, settings.init_from)
@@ -78,7 +79,11 @@ def assemble(settings: Train):
         )
     model_config = {**settings.model, "n_token": n_token}
     model = build(model_config).to(device)
-    optimizer = build(settings.optimizer)(parameter_groups(model))
+    build(settings.schedule)(0, lr=settings.optimizer["lr"], steps=settings.steps, valid_nll=[])  # says what is wrong
+    try:
+        optimizer = build(settings.optimizer)(parameter_groups(model))
+    except ValueError as error:  # torch's words name no key
+        raise ValueError(f"optimizer: {error}") from error
     scaler = torch.amp.GradScaler(device.type, enabled=settings.precision == "fp16")
     run = Run(model=model, optimizer=optimizer, lanes=lanes, scaler=scaler)
     return Parts(corpus=corpus, vocab=vocab, splits=splits, model_config=model_config, run=run)

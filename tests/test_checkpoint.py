@@ -1,4 +1,5 @@
 import json
+import math
 import os
 import pickle
 from pathlib import Path
@@ -61,20 +62,60 @@ def test_a_file_that_is_not_ours_is_refused():
         checkpoint.load(Path("d.pt"))
 
 
-@pytest.mark.parametrize("path", [".".join([*place, name]) for place, name, _ in checkpoint.SHAPE])
-def test_a_checkpoint_that_lacks_a_part_is_refused_by_name(path, trained_run):
+@pytest.mark.parametrize("part", checkpoint.PARTS)
+def test_a_checkpoint_that_lacks_a_part_is_refused_by_name(part, trained_run):
     """Also one whose part is something else."""
-    for value in (None, [], True):
-        content = checkpoint.load(trained_run / "best.pt")
-        *place, name = path.split(".")
-        node = content
-        for part in place:
-            node = node[part]
-        node[name] = value
-        written = {key: json.dumps(content[key]) for key in ("config", "vocab")}
-        torch.save({**content, **written}, "e.pt")
-        with pytest.raises(ValueError, match=f"checkpoint: e.pt holds no readable {path}$"):
+    whole = torch.load(trained_run / "best.pt", weights_only=True)
+    for value in (None, [], "1.5", 2.5):
+        torch.save({**whole, part: value}, "e.pt")
+        with pytest.raises(ValueError, match=f"checkpoint: e.pt holds no readable ({part}|configuration)"):
             checkpoint.load(Path("e.pt"))
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        *((path, value) for path in ("model", "data", "eval") for value in (None, [], "x", 3, {})),
+        *(("tgt_len", value) for value in (None, "x", 0, True, [1])),
+        *((f"eval.{name}", value) for name in ("batch_size", "tgt_len") for value in (0, "1", None)),
+        *(("model.n_token", value) for value in (None, "x", 2.5)),
+        *(
+            (f"{path}._target_", value)
+            for path in ("model", "model.memory", "data")
+            for value in (None, ["a"], {"a": 1}, 3)
+        ),
+        *((path, value) for path in ("model.memory", "model.position") for value in (None, 3, [])),
+        *(
+            ("precision", 5),
+            ("precision", "fp64"),
+            ("cache_dir", 5),
+            ("model.n_layer", "9" * 500),
+            ("model.n_heads", 2),
+        ),
+        *(("data.fractions", "abc"), ("data.vocab", "os.system")),
+    ],
+)
+def test_a_configuration_that_is_none_of_ours_is_refused_by_its_key(path, value, trained_run):
+    content = torch.load(trained_run / "best.pt", weights_only=True)
+    node = config = json.loads(content["config"])
+    *place, name = path.split(".")
+    for part in place:
+        node = node[part]
+    node[name] = value
+    torch.save({**content, "config": json.dumps(config)}, "e.pt")
+    with pytest.raises(ValueError, match=rf"checkpoint: the configuration in e.pt is none of this version: .*{name}"):
+        checkpoint.load(Path("e.pt"))
+
+
+@pytest.mark.parametrize(
+    "state",
+    [{}, {"kind": "characters"}, {"kind": "characters", "characters": 5}, {"kind": "characters", "characters": ""}]
+    + [{"kind": "characters", "characters": text} for text in ("aab", "ba", "a\ud800")],
+)
+def test_a_vocabulary_that_is_none_is_refused(state, trained_run):
+    content = checkpoint.load(trained_run / "best.pt")
+    with pytest.raises(ValueError):
+        checkpoint.vocabulary({**content, "vocab": state})
 
 
 class Bomb:
@@ -120,6 +161,8 @@ def test_weights_are_compared_before_any_is_copied():
         ({**good, last: good[last].float()}, "torch.float32; the model has"),
         ({**good, last: "text"}, "is str; the model has"),
         ({**good, first: good[first].to_sparse()}, "the model has"),
+        ({**good, last: good[last] * math.nan}, f"{last} holds numbers that are not finite"),
+        ({**good, first: good[first].to("meta")}, f"{first} holds numbers that are not finite"),
     ]
     for state, message in wrong:
         with pytest.raises(ValueError, match=message):

@@ -41,6 +41,13 @@ def refused(outcome, *keys):
         ("model.n_token=255", "model.n_token"),
         ("batch_size=0", "batch_size"),
         ("device=cuda:77", "device"),
+        ("device=meta", "device"),
+        ("schedule.warmup=-1", "schedule.warmup"),
+        ("schedule.lr_min=1", "schedule.lr_min"),
+        ("optimizer.lr=-1", "optimizer"),
+        ("~optimizer.lr", "optimizer.lr"),
+        ("~model._target_", "model._target_"),
+        ("++data.vocab.characters=ba", "data.vocab.characters"),
         ("name=a/b", "name"),
         ("resume=nowhere", "resume"),
         ("init_from=nowhere", "init_from"),
@@ -111,6 +118,11 @@ def test_train_refuses_a_file_that_cannot_be_read():
     Path("folder.txt").mkdir()
     outcome = in_process("train", "data=text", "data.train=folder.txt")
     assert "cannot read" in refused(outcome, "data.train")
+
+
+def test_train_refuses_a_pipe_instead_of_waiting_for_it():
+    os.mkfifo("pipe")
+    assert "not a regular file" in refused(in_process("train", "data=text", "data.train=pipe"), "data.train")
 
 
 def test_train_refuses_a_folder_and_files_at_once():

@@ -45,6 +45,20 @@ def test_plateau_follows_the_valid_figures():
     assert rate(3.0, 3.1, lr_min=0.4) == 0.4
 
 
+@pytest.mark.parametrize(
+    ("options", "key"),
+    [
+        ({"factor": 1.0}, "factor"),
+        ({"factor": math.nan}, "factor"),
+        ({"patience": -1}, "patience"),
+        ({"lr_min": 2}, "lr_min"),
+    ],
+)
+def test_plateau_refuses_settings_without_a_meaning(options, key):
+    with pytest.raises(ValueError, match=rf"schedule\.{key}: must"):
+        optim.plateau(0, **COMMON, **options)
+
+
 def test_plateau_is_torchs_own():
     figures = [3.0, 2.5, 2.6, 2.7, 2.4, 2.5, 2.5, 2.5, 2.5, 2.3]
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.5)

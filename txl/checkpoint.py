@@ -4,40 +4,24 @@ import functools
 import json
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from txl import signature
 from txl.data import corpus, vocab
 from txl.layers.memory import NoMemory, SegmentMemory
 from txl.layers.position import RelativePosition
 from txl.layers.softmax import FullSoftmax
 from txl.model import TransformerXL
 from txl.runtime import write_whole
-from txl.settings import TRAINED
+from txl.settings import TRAINED, Evaluation, Train
 
 FORMAT = "txl-1"
-SHAPE = [  # where what must stand, outer before inner
-    ((), "model", Mapping),
-    ((), "texts", dict),
-    ((), "step", int),
-    ((), "tokens", int),
-    ((), "vocab", dict),
-    ((), "config", dict),
-    (("config",), "model", dict),
-    (("config", "model"), "n_token", int),
-    (("config", "model"), "memory", dict),
-    (("config", "model"), "position", dict),
-    (("config",), "data", dict),
-    (("config",), "eval", dict),
-    (("config", "eval"), "tgt_len", (int, str)),
-    (("config", "eval"), "batch_size", int),
-    (("config",), "tgt_len", int),
-    (("config",), "precision", str),
-]
+PARTS = {"model": dict, "texts": dict, "step": int, "tokens": int, "vocab": dict, "config": dict}
 CLASSES = {
     f"{entry.__module__}.{entry.__qualname__}": entry
     for entry in (
@@ -63,7 +47,7 @@ def construct(node: Any, **sizes: Any) -> Any:
         return node
     if "_target_" not in node:
         return {key: construct(value) for key, value in node.items()}
-    if node["_target_"] not in CLASSES:
+    if not isinstance(node["_target_"], str) or node["_target_"] not in CLASSES:
         raise ValueError(f"checkpoint: its configuration names {node['_target_']!r}, which no model of ours is made of")
     arguments = {key: construct(value) for key, value in node.items() if key not in ("_target_", "_partial_")}
     make = functools.partial if node.get("_partial_") else lambda target, **given: target(**given)
@@ -132,13 +116,23 @@ def load(path: Path, key: str = "checkpoint") -> dict[str, Any]:
         content["config"], content["vocab"] = json.loads(content["config"]), json.loads(content["vocab"])
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{key}: {path} holds no readable configuration ({type(error).__name__})") from error
-    for place, name, kind in SHAPE:
-        node = content
-        for part in place:
-            node = node[part]
-        if not isinstance(node.get(name), kind) or isinstance(node[name], bool):
-            raise ValueError(f"{key}: {path} holds no readable {'.'.join([*place, name])}")
+    for name, kind in PARTS.items():
+        if not isinstance(content.get(name), kind):
+            raise ValueError(f"{key}: {path} holds no readable {name}")
+    if found := next(_config_problems(content["config"]), None):
+        raise ValueError(f"{key}: the configuration in {path} is none of this version: {found}")
     return content
+
+
+def _config_problems(config: Mapping[str, Any]) -> Iterator[str]:
+    """What is wrong with the parts of a stored configuration that are used: names are looked up in our table alone."""
+    yield from signature.call_problems(Train, {**config, "_target_": "Train"}, "")
+    for group, classes in {"eval": {"txl.settings.Evaluation": Evaluation}, "model": CLASSES, "data": CLASSES}.items():
+        if config[group].get("_target_") is None:
+            yield f"{group}._target_: missing"
+        yield from signature.problems(config[group], group, classes.__getitem__)
+    if not isinstance(config["model"]["n_token"], int) or config["tgt_len"] < 1:
+        yield "model.n_token or tgt_len: not filled in"
 
 
 def vocabulary(content: Mapping[str, Any]) -> vocab.Vocabulary:
@@ -150,7 +144,10 @@ def vocabulary(content: Mapping[str, Any]) -> vocab.Vocabulary:
 
 
 def load_weights(model: nn.Module, state: Mapping[str, Any], key: str = "checkpoint") -> None:
-    """Copies saved parameters into the model after comparing every name, shape and type. Raises ValueError at a difference."""
+    """Copies saved parameters into the model after a look at every name, shape, type and value.
+
+    Raises ValueError at a difference, and for values that are not finite.
+    """
     own = model.state_dict()
     if state.keys() != own.keys():
         name = sorted(state.keys() ^ own.keys())[0]
@@ -165,6 +162,8 @@ def load_weights(model: nn.Module, state: Mapping[str, Any], key: str = "checkpo
         if not same:
             found = f"{tuple(given.shape)}, {given.dtype}" if isinstance(given, torch.Tensor) else type(given).__name__
             raise ValueError(f"{key}: {name} is {found}; the model has {tuple(tensor.shape)}, {tensor.dtype}")
+        if given.is_meta or not given.isfinite().all():
+            raise ValueError(f"{key}: {name} holds numbers that are not finite")
     model.load_state_dict(state)
 
 

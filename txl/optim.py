@@ -17,7 +17,14 @@ def parameter_groups(model: nn.Module) -> list[dict]:
 
 def warmed_up(step: int, warmup: int) -> float:
     """The share of the learning rate at the update after `step` updates: linear, as the authors count it, but never 0."""
+    if warmup < 0:
+        raise ValueError(f"schedule.warmup: must be at least 0, got {warmup}")
     return min(1.0, max(step, 1) / warmup) if warmup else 1.0
+
+
+def _check_lr_min(lr: float | int, lr_min: float | int) -> None:
+    if not 0 <= lr_min <= lr:
+        raise ValueError(f"schedule.lr_min: must lie between 0 and optimizer.lr, {lr}; got {lr_min}")
 
 
 def constant(step: int, *, lr: float | int, steps: int, valid_nll: Sequence[float], warmup: int = 0) -> float:
@@ -32,8 +39,10 @@ def cosine(
 
     As in the authors' PyTorch code, the cosine counts all `steps` from the first, the warm-up included.
     """
+    _check_lr_min(lr, lr_min)
+    rising = lr * warmed_up(step, warmup)
     if step < warmup:
-        return lr * warmed_up(step, warmup)
+        return rising
     return lr_min + (lr - lr_min) * (1 + math.cos(math.pi * min(step, steps) / steps)) / 2
 
 
@@ -62,6 +71,11 @@ def plateau(
 
     A function of the figures so far, `valid_nll` (nats, oldest first), so that nothing but them has to be saved.
     """
+    if not 0 < factor < 1:
+        raise ValueError(f"schedule.factor: must lie between 0 and 1, got {factor}")
+    if patience < 0:
+        raise ValueError(f"schedule.patience: must be at least 0, got {patience}")
+    _check_lr_min(lr, lr_min)
     best, waited, scale = math.inf, 0, 1.0
     for nll in valid_nll:
         best, waited = (nll, 0) if nll < best else (best, waited + 1)

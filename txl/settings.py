@@ -67,8 +67,15 @@ class Train:
         _at_least(self, 0, "seed")
         if self.clip is not None and not self.clip > 0:
             raise ValueError(f"clip: must be above 0, or null for no clipping; got {self.clip}")
-        if not self.name or self.name in (".", "..") or any(character in self.name for character in "/\\="):
+        if self.seed >= 2**63:
+            raise ValueError(f"seed: must be below 2^63, got {self.seed}")
+        if not self.name or self.name[0] == "." or any(character in self.name for character in "/\\=\0\n"):
             raise ValueError(f"name: must be a plain folder name, got {self.name!r}")
+        for group in ("data", "model", "optimizer", "schedule", "tracker", "eval", "sample"):
+            if "_target_" not in getattr(self, group):
+                raise ValueError(f"{group}._target_: missing; choose {group}=option")
+        if "lr" not in self.optimizer:
+            raise ValueError("optimizer.lr: missing")
 
 
 @dataclass(kw_only=True, frozen=True)

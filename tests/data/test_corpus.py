@@ -78,7 +78,9 @@ def test_max_bytes_takes_the_start_of_each_file():
     assert [corpus.text(name) for name in corpora.SPLITS] == [b"ab", b"de", b"gh"]
 
 
-@pytest.mark.parametrize("fractions", [[0.9, 0.1], [0.9, 0.2, 0.1], [1.0, 0.0, 0.0], [1.1, -0.05, -0.05]])
+@pytest.mark.parametrize(
+    "fractions", [[0.9, 0.1], [0.9, 0.2, 0.1], [1.0, 0.0, 0.0], [1.1, -0.05, -0.05], [0.4, 0.3, float("nan")]]
+)
 def test_fractions_must_make_a_whole(fractions):
     with pytest.raises(ValueError, match=r"data\.fractions: must be three numbers"):
         corpora.python_docs(vocab=Bytes(), fractions=fractions)

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import stat
 import sysconfig
 import tempfile
 from collections.abc import Callable, Sequence
@@ -109,7 +110,7 @@ def _save(path: Path, tokens: np.ndarray) -> None:
 
 def cut(text: bytes, fractions: Sequence[float | int]) -> dict[str, bytes]:
     """Cuts a text by bytes, in order, into train, valid and test. Raises ValueError unless three shares make a whole."""
-    if len(fractions) != 3 or min(fractions) <= 0 or abs(sum(fractions) - 1) > 1e-6:
+    if len(fractions) != 3 or not min(fractions) > 0 or not abs(sum(fractions) - 1) <= 1e-6:
         raise ValueError(f"data.fractions: must be three numbers above 0 that add up to 1, got {list(fractions)}")
     first = int(len(text) * fractions[0])
     second = int(len(text) * (fractions[0] + fractions[1]))
@@ -204,6 +205,8 @@ def _reader(split: str, file: str | None, max_bytes: int | None) -> Callable[[],
                 f"data.{split}: no file given; give data.train, data.valid and data.test, or data.train alone to cut it"
             )
         try:
+            if not stat.S_ISREG(os.stat(file).st_mode):  # a pipe can be read but once
+                raise ValueError(f"data.{split}: cannot read {file} (not a regular file)")
             with open(file, "rb") as opened:
                 text = opened.read(-1 if max_bytes is None else max_bytes)
         except OSError as error:

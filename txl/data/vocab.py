@@ -46,6 +46,11 @@ class Characters:
 
     def __init__(self, *, characters: str | None = None):
         self.characters = characters or ""
+        if list(self.characters) != sorted(set(self.characters)):
+            raise ValueError("data.vocab.characters: must be distinct, in the order of their code points")
+        self.characters.encode(
+            "utf-8", "surrogateescape"
+        )  # a UnicodeEncodeError, which is a ValueError, for half a character
         self._codes = self._points(self.characters)
 
     @staticmethod
@@ -94,6 +99,8 @@ def from_state(state: dict[str, Any]) -> Vocabulary:
     if state.get("kind") == "bytes":
         return Bytes()
     if state.get("kind") == "characters":
+        if not isinstance(state.get("characters"), str) or not state["characters"]:
+            raise ValueError("checkpoint: its vocabulary holds no characters")
         return Characters(characters=state["characters"])
     raise ValueError(f"checkpoint: its vocabulary is of the unknown kind {state.get('kind')!r}")
 
