@@ -37,6 +37,11 @@ def main(cfg) -> dict:
     if not other and corpus.text_hash(cfg.split) != content["texts"].get(cfg.split):
         print(f"warning: the text of split={cfg.split} is not the one of the run's time", file=sys.stderr)
 
+    out = Path(cfg.out) if cfg.out is not None else path.parent / "evaluate" / runs.evaluation_name(path, asked, other)
+    runs.make(out.parent, "out: the figure's folder (out=FILE names another)")
+    if out.is_dir():
+        raise ValueError(f"out: {out} is a folder")
+
     reading = {name: asked[name] for name in ("mem_len", "clamp_len", "same_length")}
     model_config = checkpoint.model_config(trained["model"], **reading)
     model = checkpoint.load_model(content, model_config).to(choose_device(cfg.device))
@@ -49,14 +54,9 @@ def main(cfg) -> dict:
         batch_size=setting("batch_size", trained["eval"]["batch_size"]),
         precision=setting("precision", trained["precision"]),
     )
+    write_json(out, figure)
     print(json.dumps(figure), flush=True)
     tracking.figures_table({cfg.split: figure}, stderr=True)
-    out = Path(cfg.out) if cfg.out is not None else path.parent / "evaluate" / runs.evaluation_name(path, asked, other)
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        write_json(out, figure)
-    except OSError as error:
-        raise ValueError(f"out: {out} cannot be written ({error.strerror})") from error
     return figure
 
 

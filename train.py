@@ -5,7 +5,6 @@ python train.py model.n_layer=8 steps=2000       any value is an override
 python train.py --help                           all of them
 """
 
-import json
 import sys
 import time
 from pathlib import Path
@@ -39,20 +38,16 @@ def main(cfg) -> float:
     changed = runs.differences(path, config)
     if (result := runs.result(path)) is not None and not changed:
         return report(path, result)
-    for line in changed:
-        print(f"resume: {line}", file=sys.stderr)
-
     settings = Train(**arguments(config))
     parts = assemble(settings)
     if settings.init_from is not None and not runs.saved(path):
         runs.begin_from(parts, settings.init_from)
     runs.make(path)
     with locked(path):
-        runs.go_on(path, parts)
-        (path / "result.json").unlink(missing_ok=True)
-        hydra_config.save_yaml(config, path / "config.yaml")
-        (path / "overrides.json").write_text(json.dumps(overrides or []) + "\n")
-        train(path, parts, settings, config)
+        runs.go_on(path, parts, settings.steps, changed)
+        for line in changed:
+            print(f"resume: {line}", file=sys.stderr)
+        train(path, parts, settings, config, overrides or [])
         return report(path, finish(path, parts, settings))
 
 
@@ -72,7 +67,7 @@ def assemble(settings: Train):
     vocab = corpus.vocabulary()
     splits = {name: corpus.split(name, vocab) for name in ("train", "valid", "test")}
     lanes = Lanes(splits["train"].tokens, batch_size=settings.batch_size, tgt_len=settings.tgt_len)
-    n_token = settings.model["n_token"] or vocab.n_token
+    n_token = settings.model["n_token"] if settings.model["n_token"] is not None else vocab.n_token
     if n_token < vocab.n_token:
         raise ValueError(
             f"model.n_token: {n_token} is smaller than the vocabulary of {vocab.n_token}; null takes it from there"
@@ -82,14 +77,14 @@ def assemble(settings: Train):
     build(settings.schedule)(0, lr=settings.optimizer["lr"], steps=settings.steps, valid_nll=[])  # says what is wrong
     try:
         optimizer = build(settings.optimizer)(parameter_groups(model))
-    except ValueError as error:  # torch's words name no key
+    except (ValueError, RuntimeError, AssertionError) as error:  # torch's words name no key
         raise ValueError(f"optimizer: {error}") from error
     scaler = torch.amp.GradScaler(device.type, enabled=settings.precision == "fp16")
     run = Run(model=model, optimizer=optimizer, lanes=lanes, scaler=scaler)
     return Parts(corpus=corpus, vocab=vocab, splits=splits, model_config=model_config, run=run)
 
 
-def train(path: Path, parts, settings: Train, config: dict) -> None:
+def train(path: Path, parts, settings: Train, config: dict, overrides: list[str]) -> None:
     """Runs the updates that are left; after each, whatever is due: a line of the log, the valid figure, a checkpoint."""
     from txl import checkpoint, runs, tracking
     from txl.runtime import StopSignals, profiled
@@ -117,6 +112,8 @@ def train(path: Path, parts, settings: Train, config: dict) -> None:
         tracker.log(row)
         display.show(row)
 
+    if not runs.saved(path):
+        runs.settle(path, config, overrides)
     speed, clock = tracking.Speed(), time.monotonic()
     try:
         with StopSignals() as stop, tracking.Display(steps=settings.steps, step=run.step) as display:
@@ -137,16 +134,19 @@ def train(path: Path, parts, settings: Train, config: dict) -> None:
                             }
                         )
                         if run.note_valid(figure["nll"]):
+                            runs.settle(path, config, overrides)
                             checkpoint.save(path / "best.pt", runs.content_of(parts, config))
                         metrics.draw(path / "curves.png")
                 run.seconds, clock = run.seconds + time.monotonic() - clock, time.monotonic()
                 if update.step % settings.save_every == 0 or last or stop.received:
                     with speed.paused():
                         content = runs.content_of(parts, config) | {"run": run.state_dict()}
+                        runs.settle(path, config, overrides)
                         runs.save_last(path, content, keep=settings.keep_last)
                 if stop.received and not last:
                     words = f"stopped after update {run.step} of {settings.steps}, everything saved in {path}"
                     raise hydra_config.Stopped.by(stop.received, words)
+        runs.settle(path, config, overrides)
     finally:
         metrics.draw(path / "curves.png")
         metrics.close()
@@ -185,7 +185,9 @@ def finish(path: Path, parts, settings: Train) -> dict:
     best = checkpoint.load(path / "best.pt", key="name")
     checkpoint.load_weights(parts.run.model, best["model"], key="name")
     sampling = build(settings.sample)
-    reader = generation.Reader(parts.run.model, context=settings.tgt_len, precision=settings.precision)
+    reader = generation.Reader(
+        parts.run.model, context=settings.tgt_len, n_token=parts.vocab.n_token, precision=settings.precision
+    )
     start = reader.read(torch.from_numpy(parts.splits["test"].tokens[-SAMPLE_CONTEXT:].astype("int64"))[None])
     text = parts.vocab.decode(generation.generate(reader, start, sampling, generation.sample_seed(settings.seed, 0)))
     write_whole(path / "sample.txt", lambda file: file.write(text))

@@ -44,7 +44,14 @@ def refused(outcome, *keys):
         ("device=meta", "device"),
         ("schedule.warmup=-1", "schedule.warmup"),
         ("schedule.lr_min=1", "schedule.lr_min"),
-        ("optimizer.lr=-1", "optimizer"),
+        ("optimizer.lr=-1", "optimizer.lr"),
+        ("optimizer.eps=-1", "optimizer"),
+        ("+schedule.steps=3", "schedule.steps"),
+        ("+optimizer.params=[1]", "optimizer.params"),
+        ("model.d_model=100000000000", "model.d_model"),
+        ("model.memory.mem_len=99999999999", "model.memory.mem_len"),
+        ("model.init_std=-1", "model.init_std"),
+        ("cache_dir=", "cache_dir"),
         ("~optimizer.lr", "optimizer.lr"),
         ("~model._target_", "model._target_"),
         ("++data.vocab.characters=ba", "data.vocab.characters"),
@@ -75,7 +82,7 @@ def test_train_refuses_an_unknown_key_in_yaml(tmp_path):
 
 def test_train_refuses_an_unknown_key_on_the_command_line():
     """Hydra sees this one before we do, and says it in its own words."""
-    for override in ("model.d_modl=3", "stesp=3", "modle=small", "model=smal"):
+    for override in ("model.d_modl=3", "stesp=3", "modle=small", "model=smal", "experiment=python_sorce", "debug=smok"):
         outcome = in_process("train", override)
         assert outcome.status == 1 and outcome.stdout == b""
         assert override.split("=")[0] in outcome.stderr and "Traceback" not in outcome.stderr
@@ -303,11 +310,7 @@ def test_a_checkpoint_whose_vocabulary_is_another_is_refused(entry, trained_run)
 def test_evaluate_refuses_a_bad_value(override, key, trained_run):
     Path("file").touch()
     outcome = in_process("evaluate", f"checkpoint={trained_run}", override)
-    if key == "out":  # the figure is not lost for that
-        assert outcome.status == 1 and json.loads(outcome.stdout)["tokens"] == 999
-        assert outcome.stderr.splitlines()[-1].startswith("out: ")
-    else:
-        refused(outcome, key)
+    refused(outcome, key)
 
 
 @pytest.mark.parametrize(
@@ -407,7 +410,7 @@ def test_train_as_a_command(tmp_path):
     (run,) = (tmp_path / "outputs" / "python_docs").iterdir()
     text = outcome.stdout.decode()
     assert "bits per byte" in text and "valid" in text and "test" in text
-    assert f"run: {run.relative_to(tmp_path)}" in text and "sample:" in text
+    assert f"run: {run.relative_to(tmp_path)}" in text and "sample, going on" in text
     assert "step 6/6  train nll" in outcome.stderr and "Traceback" not in outcome.stderr
     refused(command("train", "+stesp=3", cwd=tmp_path), "stesp")
     hydra = command("train", "stesp=3", cwd=tmp_path)
@@ -453,7 +456,7 @@ def test_a_sweep_runs_every_point_and_survives_a_bad_one(tmp_path):
     outcome = command("train", "-m", "model.n_layer=1,0,2", "seed=1,2", "steps=2", *cut, cwd=tmp_path)
     runs = list((tmp_path / "outputs" / "python_docs").iterdir())
     assert len(runs) == 4 and all((run / "result.json").exists() for run in runs)
-    assert outcome.status == 1 and "model.n_layer: must be at least 1, got 0" in outcome.stderr
+    assert outcome.status == 1 and "model.n_layer: must be at least 1 and below 2^31, got 0" in outcome.stderr
     assert sorted(path.name for path in (tmp_path / "outputs").iterdir()) == [".sweep", "python_docs"]
     figures = {json.loads((run / "result.json").read_text())["valid"]["nll"] for run in runs}
     assert len(figures) == 4

@@ -53,8 +53,9 @@ def construct(node: Any, **sizes: Any) -> Any:
     make = functools.partial if node.get("_partial_") else lambda target, **given: target(**given)
     try:
         return make(CLASSES[node["_target_"]], **{**arguments, **sizes})
-    except TypeError as error:
-        raise ValueError(f"checkpoint: its configuration does not fit this version ({error})") from error
+    except (TypeError, RuntimeError, MemoryError, OverflowError) as error:
+        words = str(error).splitlines()[0]
+        raise ValueError(f"checkpoint: what its configuration describes cannot be made ({words})") from error
 
 
 def model_config(config: Mapping[str, Any], *, mem_len: Any, clamp_len: Any, same_length: Any) -> dict[str, Any]:
@@ -169,6 +170,10 @@ def load_weights(model: nn.Module, state: Mapping[str, Any], key: str = "checkpo
 
 def load_model(content: Mapping[str, Any], config: Mapping[str, Any] | None = None) -> nn.Module:
     """The checkpoint's model in eval mode, or one of another configuration with its weights."""
-    model = construct(config or content["config"]["model"])
+    config, held = config or content["config"]["model"], sum(tensor.numel() for tensor in content["model"].values())
+    for name in ("n_token", "n_layer", "n_head", "d_model", "d_head", "d_inner"):
+        if config[name] > held:  # told before anything of that size is made
+            raise ValueError(f"checkpoint: its configuration says model.{name}={config[name]}, its weights are fewer")
+    model = construct(config)
     load_weights(model, content["model"])
     return model.eval()

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import hydra
+import yaml
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, InstantiationException
@@ -79,14 +80,20 @@ def task_overrides() -> list[str] | None:
     return list(HydraConfig.get().overrides.task) if HydraConfig.initialized() else None
 
 
-def save_yaml(config: Mapping[str, Any], path: Path) -> None:
-    """Writes a plain configuration as YAML."""
-    path.write_text(OmegaConf.to_yaml(OmegaConf.create(dict(config))))
+def to_yaml(config: Mapping[str, Any]) -> str:
+    """A plain configuration as YAML."""
+    return OmegaConf.to_yaml(OmegaConf.create(dict(config)))
 
 
 def load_yaml(path: Path) -> dict[str, Any]:
-    """Reads a configuration as plain values."""
-    return plain(OmegaConf.load(path))
+    """Reads a configuration as plain values. Raises ValueError for a file that holds none."""
+    try:
+        config = plain(OmegaConf.load(path))
+    except (OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"name: {path} is damaged ({type(error).__name__})") from error
+    if not isinstance(config, dict) or not config:
+        raise ValueError(f"name: {path} is damaged (it holds no configuration)")
+    return config
 
 
 def compose(config_name: str, overrides: list[str]) -> Any:
@@ -101,7 +108,7 @@ def literal(key: str, text: str) -> str:
     """An override that gives Hydra this very text, whatever it holds."""
     text = re.sub(r"(\\*)\$\{", lambda match: match[1] * 2 + r"\${", text)  # OmegaConf: no interpolation
     text = re.sub(
-        r"(\\+)('|$)", lambda match: match[1] * 2 + match[2], text
+        r"(\\+)('|\Z)", lambda match: match[1] * 2 + match[2], text
     )  # Hydra's grammar: backslashes before a quote
     return f"{key}='" + text.replace("'", r"\'") + "'"
 
@@ -128,6 +135,11 @@ def launch(main: Callable[[], Any], *, literals: bool = False) -> None:
     full = before not in ("", "0")
     os.environ["HYDRA_FULL_ERROR"] = "1"  # else Hydra prints its own form and exits, before we see the error
     _mistakes[:] = [None]
+    for name, mode in {"stdin": "r", "stdout": "w", "stderr": "w"}.items():
+        if getattr(sys, name) is None:  # closed by whoever started us
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")
     if literals:
         sys.argv[1:] = quoted(sys.argv[1:])
     try:
@@ -149,7 +161,7 @@ def launch(main: Callable[[], Any], *, literals: bool = False) -> None:
         lines = [line for line in str(error).splitlines() if line.strip()]
         print("\n".join(lines[:10]), file=sys.stderr)
         sys.exit(1)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, yaml.YAMLError) as error:
         if full:
             raise
         print(" ".join(str(error).split()), file=sys.stderr)

@@ -42,14 +42,14 @@ def total_nll(
 
 
 def figure(total: float, n_token: int, n_bytes: int) -> dict[str, Any]:
-    """Sums to figures: nll (nats per token), ppl = exp(nll), bits_per_token, bits_per_byte of text; what they are of.
+    """Sums to figures: nll (nats per token), ppl = exp(nll) (None beyond 1e304), bits_per_token, bits_per_byte of text; what they are of.
 
     bits_per_byte = total / (ln 2 * bytes): the same text gives comparable figures whatever its tokens are.
     """
     nll = total / n_token
     return {
         "nll": nll,
-        "ppl": math.exp(nll) if nll < 700 else math.inf,
+        "ppl": math.exp(nll) if nll < 700 else None,
         "bits_per_token": nll / math.log(2),
         "bits_per_byte": total / math.log(2) / n_bytes,
         "tokens": n_token,

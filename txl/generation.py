@@ -40,7 +40,8 @@ class Sampling:
         log_probs = log_probs.detach().cpu().double()
         if self.temperature == 0:
             return int(log_probs.argmax())
-        scores, tokens = (log_probs / self.temperature).sort(descending=True, stable=True)
+        scores = (log_probs - log_probs.max()) / self.temperature  # the best at 0, so that no temperature overflows
+        scores, tokens = scores.sort(descending=True, stable=True)
         scores, tokens = scores[: self.top_k], tokens[: self.top_k]
         probabilities = scores.softmax(dim=0)
         if self.top_p is not None:
@@ -62,8 +63,9 @@ class Read:
 class Reader:
     """Reads tokens with the memory carried. A model without memory is given the last `context` tokens again each time."""
 
-    def __init__(self, model: nn.Module, *, context: int, precision: str = "fp32"):
+    def __init__(self, model: nn.Module, *, context: int, n_token: int | None = None, precision: str = "fp32"):
         self.model, self.context, self.precision = model.eval(), context, precision
+        self.n_token = n_token  # of the vocabulary, where the model has room for more: those are never drawn
         self.device = next(model.parameters()).device
 
     @torch.inference_mode()
@@ -78,7 +80,7 @@ class Reader:
             mems, recent = (after.mems if after else None), tokens[:, :0]
             for segment in tokens.split(self.context, dim=1):
                 log_probs, mems = self._forward(segment, mems)
-        return Read(log_probs=log_probs[0, -1], mems=mems, recent=recent)
+        return Read(log_probs=log_probs[0, -1, : self.n_token], mems=mems, recent=recent)
 
     def _forward(
         self, tokens: Int[Tensor, "1 i"], mems: list[Tensor] | None

@@ -86,8 +86,11 @@ class TransformerXL(nn.Module):
             d_embed=d_embed,
         )
         for name, size in sizes.items():
-            if size is None or size < 1:
-                raise ValueError(f"model.{name}: must be at least 1, got {size}")
+            if size is None or not 1 <= size < 2**31:
+                raise ValueError(f"model.{name}: must be at least 1 and below 2^31, got {size}")
+        for name, std in {"init_std": init_std, "proj_init_std": proj_init_std}.items():
+            if not 0 <= std < float("inf"):
+                raise ValueError(f"model.{name}: must be at least 0, got {std}")
         for name, rate in {"dropout": dropout, "dropatt": dropatt}.items():
             if not 0 <= rate < 1:
                 raise ValueError(f"model.{name}: must lie in [0, 1), got {rate}")

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from txl import checkpoint
-from txl.config import load_yaml
+from txl.config import load_yaml, to_yaml
 from txl.data.corpus import Corpus, Split
 from txl.data.vocab import Vocabulary, fingerprint
-from txl.runtime import write_json
+from txl.runtime import write_json, write_whole
 from txl.settings import TRAINED
 from txl.training import Run
 
@@ -132,13 +132,24 @@ def refuse_another(path: Path, config: Mapping[str, Any]) -> None:
 
 
 def resumed_overrides(path: Path, overrides: list[str]) -> list[str]:
-    """The overrides of the run in a folder and, in place of those of the same key, the new ones."""
+    """The overrides of the run in a folder and, in place of those of the same key, the new ones.
+
+    A new choice for a group (`model/memory=none`) also takes the place of old values in it (`model.memory.mem_len=16`).
+    """
     try:
         old = json.loads((path / "overrides.json").read_text())
-    except (OSError, ValueError):
-        raise ValueError(f"resume: {path} is not the folder of a run (it has no readable overrides.json)") from None
+        assert isinstance(old, list) and all(isinstance(override, str) for override in old)
+        assert (path / "config.yaml").is_file()
+    except (OSError, ValueError, AssertionError):
+        raise ValueError(
+            f"resume: {path} is not the folder of a run (no readable overrides.json and config.yaml)"
+        ) from None
     new = {full_key(override): override for override in overrides if key_of(override) != "resume"}
-    return [override for override in old if full_key(override) not in new] + list(new.values())
+
+    def replaced(key: str) -> bool:
+        return key in new or any(key.startswith(group.replace("/", ".") + ".") for group in new)
+
+    return [override for override in old if not replaced(full_key(override))] + list(new.values())
 
 
 def resumed_paths(path: Path, config: dict[str, Any], overrides: list[str]) -> dict[str, Any]:
@@ -152,19 +163,20 @@ def resumed_paths(path: Path, config: dict[str, Any], overrides: list[str]) -> d
 def result(path: Path) -> dict[str, Any] | None:
     """result.json of a finished run, else None."""
     try:
-        return json.loads((path / "result.json").read_text())
-    except (FileNotFoundError, NotADirectoryError, ValueError):
+        content = json.loads((path / "result.json").read_text())
+        return content if {"valid", "test", "step", "seconds", "parameters"} <= content.keys() else None
+    except (FileNotFoundError, NotADirectoryError, ValueError, AttributeError):
         return None
 
 
-def make(path: Path) -> None:
-    """Makes the folder. Raises ValueError if it cannot be made or written."""
+def make(path: Path, what: str = "name: the run's folder") -> None:
+    """Makes the folder. Raises ValueError, beginning with `what`, if it cannot be made or written."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         write_json(path / ".writable", None)
         (path / ".writable").unlink()
     except OSError as error:
-        raise ValueError(f"name: the run's folder {path} cannot be written ({error.strerror})") from error
+        raise ValueError(f"{what} cannot be written: {path} ({error.strerror})") from error
 
 
 def save_last(path: Path, content: Mapping[str, Any], *, keep: int) -> None:
@@ -180,7 +192,8 @@ def save_last(path: Path, content: Mapping[str, Any], *, keep: int) -> None:
 
 def saved(path: Path) -> list[Path]:
     """The files last.pt, last.1.pt, ... that a folder holds, newest first."""
-    aged = sorted(path.glob("last.[0-9]*.pt"), key=lambda file: int(file.name.split(".")[1]))
+    aged = [file for file in path.glob("last.*.pt") if file.name.split(".")[1].isdecimal()]
+    aged.sort(key=lambda file: int(file.name.split(".")[1]))
     return [file for file in (path / "last.pt", *aged) if file.exists()]
 
 
@@ -206,18 +219,35 @@ def begin_from(parts: Parts, init_from: str) -> None:
     _take_weights(parts, content, "init_from")
 
 
-def go_on(path: Path, parts: Parts) -> None:
-    """Sets a run to where its folder left it; a new one stays as it is.
+def go_on(path: Path, parts: Parts, steps: int, changed: list[str]) -> None:
+    """Sets a run to where its folder left it; a new one stays as it is. Clears away what a killed process left half-written.
 
-    Raises ValueError where the vocabulary or the text is another than the checkpoint's.
+    Raises ValueError where the vocabulary or the text is another than the checkpoint's, and where no update is left for
+    what was changed to have an effect.
     """
+    for half in path.glob(".*.pt-*"):
+        half.unlink()
     content = load_last(path)
     if content is None:
         return
     _take_weights(parts, content, "resume")
     if content["texts"] != parts.texts():
         raise ValueError("resume: the text of data has changed since the run began")
+    if not isinstance(content.get("run"), dict):
+        raise ValueError(f"resume: {path / 'last.pt'} holds no state of a training run")
     parts.run.load_state_dict(content["run"])
+    idle = [line for line in changed if not line.startswith(("eval.", "sample.", "steps:"))]
+    if parts.run.step > steps or (parts.run.step == steps and idle):
+        raise ValueError(f"steps: the run has done {parts.run.step} updates; give more than that, not {steps}")
+
+
+def settle(path: Path, config: Mapping[str, Any], overrides: list[str]) -> None:
+    """Makes a configuration that of the folder, once there is something to save; the figures of another one are void."""
+    if (path / "config.yaml").exists() and load_yaml(path / "config.yaml") == config:
+        return
+    (path / "result.json").unlink(missing_ok=True)
+    write_json(path / "overrides.json", overrides)
+    write_whole(path / "config.yaml", lambda file: file.write(to_yaml(config).encode()))
 
 
 def _take_weights(parts: Parts, content: Mapping[str, Any], key: str) -> None:
@@ -242,7 +272,7 @@ def other_text(data: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str, A
     """A run's data with other files or fractions (`data.*` of evaluate.py); files take the place of a built-in corpus."""
     files = {key: os.path.abspath(value) for key, value in asked.items() if key in FILES and value is not None}
     if not files:
-        return {**data, **asked}
+        return {**data, **{key: value for key, value in asked.items() if key in data}}
     replaced = FILES if "path" in files else ("path",)
     base = {key: value for key, value in data.items() if key not in replaced}
     return {**base, **asked, **files, "_target_": "txl.data.corpus.text_files"}

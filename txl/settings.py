@@ -10,11 +10,13 @@ Precision = Literal["fp32", "bf16", "fp16"]
 
 
 def _at_least(settings: Any, smallest: int, *names: str) -> None:
-    """Raises ValueError for a number below `smallest`; null and the word `trained` pass."""
+    """Raises ValueError for a number below `smallest` or beyond 2^31; null and the word `trained` pass."""
     for name in names:
         value = getattr(settings, name)
         if isinstance(value, (int, float)) and value < smallest:
             raise ValueError(f"{name}: must be at least {smallest}, got {value}")
+        if isinstance(value, (int, float)) and value >= 2**31:
+            raise ValueError(f"{name}: must be below 2^31, got {value}")
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -67,15 +69,16 @@ class Train:
         _at_least(self, 0, "seed")
         if self.clip is not None and not self.clip > 0:
             raise ValueError(f"clip: must be above 0, or null for no clipping; got {self.clip}")
-        if self.seed >= 2**63:
-            raise ValueError(f"seed: must be below 2^63, got {self.seed}")
         if not self.name or self.name[0] == "." or any(character in self.name for character in "/\\=\0\n"):
             raise ValueError(f"name: must be a plain folder name, got {self.name!r}")
         for group in ("data", "model", "optimizer", "schedule", "tracker", "eval", "sample"):
             if "_target_" not in getattr(self, group):
                 raise ValueError(f"{group}._target_: missing; choose {group}=option")
-        if "lr" not in self.optimizer:
-            raise ValueError("optimizer.lr: missing")
+        lr = self.optimizer.get("lr", "missing")
+        if isinstance(lr, bool) or not isinstance(lr, (int, float)) or not 0 < lr < float("inf"):
+            raise ValueError(f"optimizer.lr: must be a number above 0, got {lr}")
+        if self.cache_dir == "":
+            raise ValueError("cache_dir: must not be empty; null is the default place")
 
 
 @dataclass(kw_only=True, frozen=True)

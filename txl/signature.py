@@ -59,6 +59,8 @@ def call_problems(target: Any, node: Mapping[str, Any], at: str) -> Iterator[str
         if key not in parameters:
             near = difflib.get_close_matches(str(key), parameters, n=1)
             yield f"{at}{key}: {target.__name__} takes no {key!r}" + (f"; did you mean {near[0]!r}?" if near else "")
+        elif node.get("_partial_") and parameters[key].default is inspect.Parameter.empty:
+            yield f"{at}{key}: is filled in by the program; leave it out"
         elif value == "???" and key not in LITERAL_KEYS:
             yield f"{at}{key}: a value must be given"
         elif key in hints and not fits(value, hints[key]):
@@ -118,5 +120,6 @@ def describe(hint: Any) -> str:
     words = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", type(None): "null"}
     if _is_list(hint):
         inner = [option for option in options if option is not ...]
-        return f"a list of which each is {describe(inner[0])}" if inner else "a list"
+        length = f"a list of {len(inner)}" if origin is tuple and ... not in options else "a list"
+        return f"{length}, each {describe(inner[0])}" if inner else "a list"
     return words.get(hint) or "a group of keys, chosen as group=option"

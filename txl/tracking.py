@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import math
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -13,6 +12,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from txl.runtime import write_whole
+
 
 class Metrics:
     """metrics.jsonl: one JSON object a line, on disk when `log` returns.
@@ -22,7 +23,8 @@ class Metrics:
 
     def __init__(self, path: Path, *, step: int):
         kept = [row for row in read_metrics(path) if row["step"] <= step]
-        path.write_text("".join(json.dumps(row) + "\n" for row in kept))
+        text = "".join(json.dumps(row) + "\n" for row in kept)
+        write_whole(path, lambda file: file.write(text.encode()))
         self._path, self._file = path, path.open("a")
 
     def log(self, row: Mapping[str, Any]) -> None:
@@ -41,10 +43,12 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The rows of a metrics.jsonl; a last line that a crash cut short is left out."""
     rows = []
     with contextlib.suppress(FileNotFoundError):
-        for line in path.read_text().splitlines():
+        for line in path.read_text(errors="replace").splitlines():
             with contextlib.suppress(ValueError):
                 rows.append(json.loads(line))
-    return rows
+    return [
+        row for row in rows if isinstance(row, dict) and {type(row.get(key)) for key in ("step", "tokens")} == {int}
+    ]
 
 
 def draw_curves(path: Path, rows: list[dict[str, Any]]) -> None:
@@ -204,7 +208,7 @@ class Display:
             "valid/bits_per_byte": "bits per byte",
             "valid/ppl": "ppl",
         }
-        text = "  ".join(f"{word} {row[name]:.4f}" for name, word in words.items() if name in row)
+        text = "  ".join(f"{word} {row[name]:.4f}" for name, word in words.items() if row.get(name) is not None)
         if "tokens_per_second" in row:
             text += f"  {row['tokens_per_second']:,.0f} tokens/s"
         if self._bar and "train/nll" in row:
@@ -221,6 +225,6 @@ def figures_table(figures: Mapping[str, Mapping[str, Any]], *, stderr: bool = Fa
     """Prints figures, a line each: nll, ppl, bits per byte, and the tokens that they are of."""
     table = Table("", "nll", "ppl", "bits per byte", "tokens")
     for name, one in figures.items():
-        ppl = f"{one['ppl']:.4g}" if math.isfinite(one["ppl"]) and one["ppl"] >= 1e5 else f"{one['ppl']:.3f}"
+        ppl = "beyond 1e304" if one["ppl"] is None else f"{one['ppl']:.3f}" if one["ppl"] < 1e5 else f"{one['ppl']:.4g}"
         table.add_row(name, f"{one['nll']:.4f}", ppl, f"{one['bits_per_byte']:.4f}", f"{one['tokens']:,}")
     Console(stderr=stderr, highlight=False).print(table)

@@ -66,9 +66,9 @@ class Corpus:
         """The split's tokens, from their file if text and vocabulary are those it was made of, else encoded into it."""
         text = self.text(name)
         path = self.cache_dir / f"{name}-{self.text_hash(name)[:16]}-{fingerprint(vocab)[:16]}.npy"
-        tokens = _load(path)
+        tokens = _load(path, vocab.n_token)
         if tokens is None:
-            _save(path, _smallest(vocab.encode(text), vocab.n_token))
+            _save(path, vocab.encode(text).astype(_smallest(vocab.n_token)))
             tokens = np.load(path, mmap_mode="r")
         if len(tokens) < 2:
             raise ValueError(f"data.{name}: a text of {len(tokens)} token is too short; scoring takes at least 2")
@@ -80,16 +80,18 @@ def default_cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "txl"
 
 
-def _smallest(tokens: np.ndarray, n_token: int) -> np.ndarray:
-    return tokens.astype(np.uint8 if n_token <= 2**8 else np.uint16 if n_token <= 2**16 else np.int32)
+def _smallest(n_token: int) -> type[np.integer]:
+    return np.uint8 if n_token <= 2**8 else np.uint16 if n_token <= 2**16 else np.int32
 
 
-def _load(path: Path) -> np.ndarray | None:
-    """The token file, or None where there is none, or only a part of one."""
+def _load(path: Path, n_token: int) -> np.ndarray | None:
+    """The token file, or None where there is none, only a part of one, or one of other numbers."""
     try:
-        return np.load(path, mmap_mode="r")
+        tokens = np.load(path, mmap_mode="r")
     except (OSError, ValueError, EOFError):
         return None
+    ours = tokens.ndim == 1 and tokens.dtype == _smallest(n_token) and tokens.max(initial=0) < n_token
+    return tokens if ours else None
 
 
 def _save(path: Path, tokens: np.ndarray) -> None:

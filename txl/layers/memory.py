@@ -19,10 +19,9 @@ class SegmentMemory(nn.Module):
 
     def __init__(self, *, mem_len: int):
         super().__init__()
-        if mem_len < 1:
-            raise ValueError(
-                f"model.memory.mem_len: must be at least 1, got {mem_len}; for no memory choose model/memory=none"
-            )
+        if not 1 <= mem_len < 2**31:
+            words = f"must be at least 1 and below 2^31, got {mem_len}; for no memory choose model/memory=none"
+            raise ValueError(f"model.memory.mem_len: {words}")
         self.mem_len = mem_len
 
     def start(

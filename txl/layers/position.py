@@ -23,8 +23,10 @@ class RelativePosition(nn.Module):
 
     def __init__(self, *, n_head: int, d_head: int, d_model: int, clamp_len: int | None = None):
         super().__init__()
-        if clamp_len is not None and clamp_len < 1:
-            raise ValueError(f"model.position.clamp_len: must be at least 1, or null for no limit; got {clamp_len}")
+        if clamp_len is not None and not 1 <= clamp_len < 2**31:
+            raise ValueError(
+                f"model.position.clamp_len: must be at least 1 and below 2^31, or null for no limit; got {clamp_len}"
+            )
         if d_model % 2:
             raise ValueError(
                 f"model.d_model: must be even, since sinusoids come in pairs of sine and cosine; got {d_model}"
