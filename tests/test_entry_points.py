@@ -472,3 +472,32 @@ def test_overfit_learns_its_few_bytes_by_heart():
     (run,) = Path("outputs/overfit").iterdir()
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [row["train/nll"] for row in rows if "train/nll" in row][-1] < 0.1
+
+
+def test_a_low_temperature_is_as_good_as_greedy(trained_run):
+    arguments = [f"checkpoint={trained_run}", "max_new_tokens=20", "prompt=x"]
+    greedy = in_process("generate", *arguments, "temperature=0").stdout
+    assert in_process("generate", *arguments, "temperature=1e-320").stdout == greedy
+
+
+def test_closed_streams_are_no_reason_to_fail(trained_run, tmp_path):
+    import subprocess
+    import sys
+
+    from conftest import ROOT
+
+    for entry in ("evaluate", "generate"):
+        line = f'"{sys.executable}" "{ROOT / entry}.py" checkpoint="{trained_run}" '
+        line += "out=o.json" if entry == "evaluate" else "max_new_tokens=3"
+        done = subprocess.run(f"{line} >&- <&-", shell=True, cwd=tmp_path, capture_output=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        assert b"Traceback" not in done.stderr
+
+
+def test_yaml_that_cannot_be_read_is_told_in_a_line(tmp_path):
+    (tmp_path / "conf" / "experiment").mkdir(parents=True)
+    for text in ("a: [1, 2\n", "a: 1\na: 2\n", "\t- x: y: z\n"):
+        (tmp_path / "conf" / "experiment" / "mine.yaml").write_text(text)
+        outcome = in_process("train", "--config-dir", "conf", "experiment=mine")
+        assert outcome.status == 1 and "mine.yaml" in outcome.stderr and "Traceback" not in outcome.stderr
+        assert len(outcome.stderr.splitlines()) <= 10

@@ -250,3 +250,90 @@ def test_eval_mem_len_measures_with_another_memory(trained_run):
     assert result["valid"]["mem_len"] is None and result["valid"]["nll"] != with_memory["valid"]["nll"]
     rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
     assert rows[-1]["valid/nll"] == result["valid"]["nll"]
+
+
+def test_a_resume_that_fails_leaves_a_finished_run_as_it_was():
+    assert in_process("train", "name=safe", *TINY).status == 0
+    (path,) = Path("outputs/safe").iterdir()
+    kept = {name: (path / name).read_bytes() for name in ("config.yaml", "overrides.json", "result.json", "last.pt")}
+    outcome = in_process("train", f"resume={path}", "optimizer=sgd", "optimizer.lr=1e30", "steps=12")
+    assert outcome.status == 1 and "optimizer" in outcome.stderr
+    diverged = in_process("train", f"resume={path}", "optimizer.lr=1e30", "clip=1e30", "steps=12", "eval_every=12")
+    assert diverged.status == 1 and diverged.stderr.splitlines()[-1].startswith("optimizer.lr: at update ")
+    assert {name: (path / name).read_bytes() for name in kept} == kept
+    assert in_process("train", "name=safe", *TINY).status == 0
+
+
+@pytest.mark.parametrize("overrides", [["steps=4"], ["clip=0.1"]])
+def test_a_resume_without_an_update_left_is_refused(overrides):
+    assert in_process("train", "name=done", *TINY).status == 0
+    (path,) = Path("outputs/done").iterdir()
+    before = files(path)
+    outcome = in_process("train", f"resume={path}", *overrides)
+    assert outcome.status == 1 and outcome.stderr.startswith("steps: the run has done 6 updates; give more than that")
+    assert {name: text for name, text in files(path).items() if name != "metrics.jsonl"} == {
+        name: text for name, text in before.items() if name != "metrics.jsonl"
+    }
+
+
+def test_a_finished_run_can_be_measured_anew_by_resume():
+    assert in_process("train", "name=again", *TINY).status == 0
+    (path,) = Path("outputs/again").iterdir()
+    assert in_process("train", f"resume={path}", "eval.mem_len=null").status == 0
+    assert json.loads((path / "result.json").read_text())["test"]["mem_len"] is None
+
+
+def test_a_group_takes_the_place_of_old_values_in_it():
+    assert in_process("train", "name=groups", *TINY).status == 0
+    (path,) = Path("outputs/groups").iterdir()
+    overrides = runs.resumed_overrides(path, [f"resume={path}", "model/memory=none", "steps=8"])
+    assert "model.memory.mem_len=16" not in overrides and "model.n_layer=2" in overrides
+    outcome = in_process("train", f"resume={path}", "model/memory=none", "steps=8")
+    assert outcome.status == 0, outcome.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("overrides.json", "[1]", "resume: .* is not the folder of a run"),
+        ("overrides.json", "{", "resume: .* is not the folder of a run"),
+        ("config.yaml", "", "name: .* is damaged"),
+        ("config.yaml", "[1,2", "name: .* is damaged"),
+        ("config.yaml", "a: ${b}", "name: .* is damaged"),
+    ],
+)
+def test_a_damaged_run_folder_is_told_in_a_line(name, content, message):
+    assert in_process("train", "name=hurt", *TINY).status == 0
+    (path,) = Path("outputs/hurt").iterdir()
+    (path / name).write_text(content)
+    (path / "last.1a.pt").touch()
+    outcome = in_process("train", f"resume={path}", "steps=8")
+    assert outcome.status == 1 and re.match(message, outcome.stderr) and len(outcome.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("content", ["{}", "[1]", "5", "{"])
+def test_a_damaged_result_is_made_again(content):
+    first = in_process("train", "name=result", *TINY)
+    (path,) = Path("outputs/result").iterdir()
+    expected = json.loads((path / "result.json").read_text())
+    (path / "result.json").write_text(content)
+    (path / ".last.next.pt-abc").touch()
+    assert in_process("train", "name=result", *TINY).stdout == first.stdout
+    assert json.loads((path / "result.json").read_text()) == expected
+    assert not (path / ".last.next.pt-abc").exists()
+
+
+def test_a_checkpoint_without_a_training_state_is_no_place_to_go_on_from():
+    assert in_process("train", "name=stateless", *TINY).status == 0
+    (path,) = Path("outputs/stateless").iterdir()
+    (path / "last.pt").write_bytes((path / "best.pt").read_bytes())
+    outcome = in_process("train", f"resume={path}", "steps=8")
+    assert outcome.status == 1 and "holds no state of a training run" in outcome.stderr
+
+
+def test_a_model_with_room_for_more_tokens_never_writes_them():
+    outcome = in_process("train", *TINY, "model.n_token=1000")
+    assert outcome.status == 0, outcome.stderr
+    (path,) = Path("outputs/python_docs").iterdir()
+    assert in_process("generate", f"checkpoint={path}", "max_new_tokens=50", "temperature=5").status == 0
+    assert in_process("train", "name=none", *TINY, "model.n_token=0").stderr.startswith("model.n_token: 0 is smaller")

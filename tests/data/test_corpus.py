@@ -152,3 +152,13 @@ def test_the_hash_is_that_of_the_texts():
     assert corpora.text_files(vocab=Characters(), **files).fingerprint() == before
     write(test=b"fh")
     assert corpora.text_files(vocab=Bytes(), **files).fingerprint() != before
+
+
+@pytest.mark.parametrize("other", [np.zeros((2, 3), np.uint8), np.zeros(6, np.int64), np.zeros(0, np.float32)])
+def test_a_token_file_of_other_numbers_is_made_again(other):
+    corpus = corpora.text_files(vocab=Bytes(), cache_dir="cache", **write(train=b"abcdef", valid=b"ab", test=b"cd"))
+    corpus.split("train", Bytes())
+    (path,) = Path("cache").glob("train-*.npy")
+    path.unlink()
+    np.save(path, other)
+    assert bytes(corpus.split("train", Bytes()).tokens) == b"abcdef"
