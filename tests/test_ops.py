@@ -38,6 +38,13 @@ def test_distances_are_told_apart_in_bfloat16():
     assert exact.shape == (513, 8)
 
 
+@pytest.mark.parametrize("n_key", [1, 2, 3, 7, 8, 9, 100])
+def test_the_last_row_but_one_is_always_distance_zero(n_key):
+    table = ops.distance_encoding(n_key, 8, None, torch.float64, torch.device("cpu"))
+    expected = ops.sinusoids(torch.arange(n_key - 1, -2, -1, dtype=torch.float64), 8)
+    assert torch.equal(table, expected)
+
+
 def test_clamped_distances_are_all_alike():
     clamped = ops.distance_encoding(10, 8, 4, torch.float64, torch.device("cpu"))
     free = ops.distance_encoding(10, 8, None, torch.float64, torch.device("cpu"))

@@ -20,7 +20,7 @@ def sinusoids(distances: Float[Tensor, "r"], d_model: int) -> Float[Tensor, "r m
     return torch.cat([angles.sin(), angles.cos()], dim=-1)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=8)
 def _cached_encoding(
     n_key: int, d_model: int, clamp_len: int | None, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
@@ -36,9 +36,10 @@ def distance_encoding(
     """Sinusoids of the distances n_key - 1, ..., 1, 0 and of one more row, -1, which `relative_shift` needs and the mask hides.
 
     Distances beyond `clamp_len` count as `clamp_len`. Built on the CPU in float64, then rounded once: in bfloat16 only
-    385 of the first 512 integers differ. The last tables asked for are kept, since every segment asks for the same.
+    385 of the first 512 integers differ. Tables are kept, of the next power of two, since all segments ask for the same.
     """
-    return _cached_encoding(n_key, d_model, clamp_len, dtype, device)
+    size = 1 << (n_key - 1).bit_length()
+    return _cached_encoding(size, d_model, clamp_len, dtype, device)[size - n_key :]
 
 
 def relative_shift(scores: Float[Tensor, "*lead i r"]) -> Float[Tensor, "*lead i j"]:
