@@ -8,11 +8,15 @@ python train.py --help                           all of them
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from txl import config as hydra_config
 from txl.config import build
 from txl.settings import TRAINED, Train
 from txl.signature import arguments
+
+if TYPE_CHECKING:  # importing torch here would cost `--help` and tab completion seconds
+    from txl.runs import Parts
 
 SAMPLE_CONTEXT = 512  # tokens that are read before the sample is written, as in the paper (appendix E)
 
@@ -51,7 +55,7 @@ def main(cfg) -> float:
         return report(path, finish(path, parts, settings))
 
 
-def assemble(settings: Train):
+def assemble(settings: Train) -> "Parts":
     """Everything that the configuration describes: data, vocabulary, model, optimizer; nothing is written but token files."""
     import torch
 
@@ -84,7 +88,7 @@ def assemble(settings: Train):
     return Parts(corpus=corpus, vocab=vocab, splits=splits, model_config=model_config, run=run)
 
 
-def train(path: Path, parts, settings: Train, config: dict, overrides: list[str]) -> None:
+def train(path: Path, parts: "Parts", settings: Train, config: dict, overrides: list[str]) -> None:
     """Runs the updates that are left; after each, whatever is due: a line of the log, the valid figure, a checkpoint."""
     from txl import checkpoint, runs, tracking
     from txl.runtime import StopSignals, profiled
@@ -153,7 +157,7 @@ def train(path: Path, parts, settings: Train, config: dict, overrides: list[str]
         tracker.finish()
 
 
-def measure(parts, split: str, settings: Train, *, max_segments: int | None = None) -> dict:
+def measure(parts: "Parts", split: str, settings: Train, *, max_segments: int | None = None) -> dict:
     """The figure of a split with the settings under `eval.`."""
     from txl import checkpoint
     from txl.evaluation import evaluate
@@ -174,7 +178,7 @@ def measure(parts, split: str, settings: Train, *, max_segments: int | None = No
     )
 
 
-def finish(path: Path, parts, settings: Train) -> dict:
+def finish(path: Path, parts: "Parts", settings: Train) -> dict:
     """The figures of the best checkpoint, and how it goes on after the end of the test text."""
     import torch
 
