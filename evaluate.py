@@ -30,7 +30,7 @@ def main(cfg) -> dict:
         return of_run if asked[name] == TRAINED else asked[name]
 
     other = {key: value for key, value in asked["data"].items() if key != "_target_" and value != TRAINED}
-    data = runs.other_text(trained["data"], other)
+    data = runs.other_text(trained["data"], other, cfg.split)
     vocab = checkpoint.vocabulary(content)
     corpus = checkpoint.construct(data, cache_dir=setting("cache_dir", trained["cache_dir"]))
     split = corpus.split(cfg.split, vocab)
@@ -49,7 +49,6 @@ def main(cfg) -> dict:
     figure = evaluate(
         model,
         split,
-        model_config,
         tgt_len=setting("tgt_len", trained_tgt_len),
         batch_size=setting("batch_size", trained["eval"]["batch_size"]),
         precision=setting("precision", trained["precision"]),
@@ -57,6 +56,7 @@ def main(cfg) -> dict:
     write_json(out, figure)
     print(json.dumps(figure), flush=True)
     tracking.figures_table({cfg.split: figure}, stderr=True)
+    print(f"written to {out}", file=sys.stderr)
     return figure
 
 

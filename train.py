@@ -25,7 +25,7 @@ SAMPLE_CONTEXT = 512  # tokens that are read before the sample is written, as in
 def main(cfg) -> float:
     """Trains, or goes on, or reports the finished run; returns the best valid nll (nats per token)."""
     from txl import runs
-    from txl.runtime import locked
+    from txl.runtime import StopSignals, locked
 
     overrides, folder = hydra_config.task_overrides(), None
     if cfg.get("resume") is not None:
@@ -51,8 +51,15 @@ def main(cfg) -> float:
         runs.go_on(path, parts, settings.steps, changed)
         for line in changed:
             print(f"resume: {line}", file=sys.stderr)
-        train(path, parts, settings, config, overrides or [])
-        return report(path, finish(path, parts, settings))
+
+        def leave(received: int) -> None:
+            words = f"stopped after update {parts.run.step} of {settings.steps}, everything saved in {path}"
+            raise hydra_config.Stopped.by(received, words)
+
+        with StopSignals() as stop:
+            train(path, parts, settings, config, overrides or [], stop)
+            stop.leave_at_once(leave)
+            return report(path, finish(path, parts, settings))
 
 
 def assemble(settings: Train) -> "Parts":
@@ -88,10 +95,10 @@ def assemble(settings: Train) -> "Parts":
     return Parts(corpus=corpus, vocab=vocab, splits=splits, model_config=model_config, run=run)
 
 
-def train(path: Path, parts: "Parts", settings: Train, config: dict, overrides: list[str]) -> None:
+def train(path: Path, parts: "Parts", settings: Train, config: dict, overrides: list[str], stop) -> None:
     """Runs the updates that are left; after each, whatever is due: a line of the log, the valid figure, a checkpoint."""
     from txl import checkpoint, runs, tracking
-    from txl.runtime import StopSignals, profiled
+    from txl.runtime import profiled
     from txl.training import updates
 
     run = parts.run
@@ -120,7 +127,7 @@ def train(path: Path, parts: "Parts", settings: Train, config: dict, overrides: 
         runs.settle(path, config, overrides)
     speed, clock = tracking.Speed(), time.monotonic()
     try:
-        with StopSignals() as stop, tracking.Display(steps=settings.steps, step=run.step) as display:
+        with tracking.Display(steps=settings.steps, step=run.step) as display:
             for update in steps:
                 display.advance(update.step)
                 speed.add(update.n_token)
@@ -147,9 +154,8 @@ def train(path: Path, parts: "Parts", settings: Train, config: dict, overrides: 
                         content = runs.content_of(parts, config) | {"run": run.state_dict()}
                         runs.settle(path, config, overrides)
                         runs.save_last(path, content, keep=settings.keep_last)
-                if stop.received and not last:
-                    words = f"stopped after update {run.step} of {settings.steps}, everything saved in {path}"
-                    raise hydra_config.Stopped.by(stop.received, words)
+                if stop.received:
+                    return
         runs.settle(path, config, overrides)
     finally:
         metrics.draw(path / "curves.png")
@@ -162,15 +168,15 @@ def measure(parts: "Parts", split: str, settings: Train, *, max_segments: int | 
     from txl import checkpoint
     from txl.evaluation import evaluate
 
-    model, config, reading = parts.run.model, parts.model_config, settings.eval
+    model, reading = parts.run.model, settings.eval
     if reading["mem_len"] != TRAINED:
-        config = checkpoint.model_config(config, mem_len=reading["mem_len"], clamp_len=TRAINED, same_length=TRAINED)
+        kept = {"clamp_len": TRAINED, "same_length": TRAINED}
+        config = checkpoint.model_config(parts.model_config, mem_len=reading["mem_len"], **kept)
         model = checkpoint.twin(model, config)
     tgt_len = settings.tgt_len if reading["tgt_len"] == TRAINED else reading["tgt_len"]
     return evaluate(
         model,
         parts.splits[split],
-        config,
         tgt_len=tgt_len,
         batch_size=reading["batch_size"],
         precision=settings.precision,

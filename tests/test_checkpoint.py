@@ -190,6 +190,8 @@ def test_reading_settings_change_the_configuration_they_should():
     assert none.memory.mem_len is None
     more = checkpoint.construct(checkpoint.model_config(config, **{**same, "mem_len": 99}))
     assert more.memory.mem_len == 99 and more.layers[0].attention.span == 99
+    bare = {**config, "memory": {"_target_": "txl.layers.memory.NoMemory", "mem_len": 9}}
+    assert checkpoint.construct(checkpoint.model_config(bare, **{**same, "mem_len": 5})).memory.mem_len == 5
     back = checkpoint.model_config(
         checkpoint.model_config(config, **{**same, "mem_len": None}), **{**same, "mem_len": 5}
     )

@@ -221,6 +221,12 @@ def test_evaluate_scores_another_text(trained_run):
         nll, mems = model(tokens[:, start:stop], mems, tokens[:, start + 1 : stop + 1])
         total += nll.double().sum().item()
     assert figure["nll"] == pytest.approx(total / 255, rel=1e-6)
+    whole = in_process("evaluate", f"checkpoint={trained_run}", "split=train", "data.train=other.txt", "out=o.json")
+    assert json.loads(whole.stdout)["nll"] == figure["nll"]
+    line = refused(in_process("evaluate", f"checkpoint={trained_run}", "data.train=other.txt"), "data.test")
+    assert "split=train" in line
+    cut = ["data.train=other.txt", "data.fractions=[0.5,0.3,0.2]"]
+    assert json.loads(in_process("evaluate", f"checkpoint={trained_run}", "out=o.json", *cut).stdout)["tokens"] == 51
     short = in_process("evaluate", f"checkpoint={trained_run}", "data.max_bytes=2000", "out=o.json")
     assert json.loads(short.stdout)["tokens"] == 99
 

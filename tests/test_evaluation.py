@@ -10,8 +10,6 @@ from txl.data.corpus import Split
 from txl.data.vocab import Bytes, Characters
 from txl.evaluation import evaluate, figure, total_nll
 
-CONFIG = {"memory": {"mem_len": 16}, "position": {"clamp_len": None}, "same_length": False}
-
 
 def split_of(n, n_token=50):
     text = bytes(torch.randint(n_token, (n,), generator=torch.Generator().manual_seed(5)).tolist())
@@ -81,7 +79,7 @@ def test_bytes_are_those_of_the_scored_tokens():
     corpus = corpora.text_files(vocab=Characters(), train="t.txt", valid="t.txt", test="t.txt")
     vocab = corpus.vocabulary()
     split = corpus.split("test", vocab)
-    one = evaluate(tiny_model(n_token=vocab.n_token), split, CONFIG, tgt_len=4, batch_size=1, precision="fp32")
+    one = evaluate(tiny_model(n_token=vocab.n_token), split, tgt_len=4, batch_size=1, precision="fp32")
     assert (one["tokens"], one["bytes"]) == (9, len(text) - 2)
     assert one["bits_per_byte"] == pytest.approx(one["bits_per_token"] * 9 / (len(text) - 2))
     assert {key: one[key] for key in ("split", "mem_len", "tgt_len", "clamp_len", "same_length", "batch_size")} == {
@@ -96,7 +94,7 @@ def test_bytes_are_those_of_the_scored_tokens():
 
 def test_max_segments_stops_early():
     model, split = tiny_model(), split_of(100)
-    one = evaluate(model, split, CONFIG, tgt_len=8, batch_size=1, precision="fp32", max_segments=3)
+    one = evaluate(model, split, tgt_len=8, batch_size=1, precision="fp32", max_segments=3)
     assert one["tokens"] == one["bytes"] == 24
     short = Split(name="test", text=split.text[:25], tokens=split.tokens[:25], vocab=Bytes())
     assert one["nll"] == pytest.approx(total_nll(model, short, tgt_len=8, batch_size=1)[0] / 24)

@@ -106,6 +106,13 @@ def test_without_memory_a_segment_stands_alone(tokens):
         assert torch.equal(model(tokens, carried)[0], alone)
 
 
+def test_a_presets_mem_len_is_no_memory_where_none_is_chosen():
+    for overrides in (["model=enwik8_12l", "model/memory=none"], ["debug=smoke", "experiment=python_docs_no_memory"]):
+        with torch.device("meta"):
+            model = build(compose(*overrides).model, n_token=50)
+        assert model.memory.mem_len is None
+
+
 def test_same_length_without_memory_is_plain_causal_attention(tokens):
     """The authors' code masks everything there, and yields NaN."""
     with_it = tiny_model("model/memory=none", "model.same_length=true")
@@ -151,7 +158,7 @@ def test_one_dropout_mask_falls_on_the_distances_of_all_layers(tokens):
         layer.attention.position.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[1]))
     model(tokens)
     assert seen[0].ndim == 2 and torch.equal(seen[0], seen[1])
-    assert (seen[0] == 0).any()
+    assert 0.3 < (seen[0] == 0).float().mean() < 0.7
 
 
 def test_u_and_v_are_shared_unless_untied():

@@ -72,6 +72,23 @@ def test_a_signal_saves_and_exits_with_its_status(number, status, monkeypatch):
     assert again.status == 0 and "step 4/8" not in again.stderr and "step 6/8" in again.stderr
 
 
+@pytest.mark.parametrize(("number", "status"), [("SIGTERM", 75), ("SIGINT", 130)])
+def test_a_signal_during_the_final_figures_loses_nothing(number, status, monkeypatch):
+    import train
+
+    def signalled(*_):
+        os.kill(os.getpid(), getattr(signal, number))
+        pytest.fail("went on")
+
+    real = train.finish
+    monkeypatch.setattr(train, "finish", signalled)
+    outcome = in_process("train", *TINY)
+    assert outcome.status == status and "stopped after update 6 of 6, everything saved" in outcome.stderr
+    monkeypatch.setattr(train, "finish", real)
+    again = in_process("train", *TINY)
+    assert again.status == 0 and b"bits per byte" in again.stdout and "step" not in again.stderr
+
+
 def test_profile_writes_where_the_time_goes():
     outcome = in_process("train", *TINY, "profile=2")
     assert outcome.status == 0, outcome.stderr

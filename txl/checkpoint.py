@@ -64,8 +64,8 @@ def model_config(config: Mapping[str, Any], *, mem_len: Any, clamp_len: Any, sam
     if mem_len is None:
         memory = {"_target_": "txl.layers.memory.NoMemory"}
     elif mem_len != TRAINED:
-        target = memory["_target_"] if "mem_len" in memory else "txl.layers.memory.SegmentMemory"
-        memory |= {"_target_": target, "mem_len": mem_len}
+        none = memory["_target_"] == "txl.layers.memory.NoMemory"
+        memory = {**memory, "mem_len": mem_len} | ({"_target_": "txl.layers.memory.SegmentMemory"} if none else {})
     if clamp_len != TRAINED:
         position["clamp_len"] = clamp_len
     changed = {**config, "memory": memory, "position": position}

@@ -1,7 +1,6 @@
 """Evaluation: the nll of a split, every token but its first scored exactly once."""
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -60,14 +59,13 @@ def figure(total: float, n_token: int, n_bytes: int) -> dict[str, Any]:
 def evaluate(
     model: nn.Module,
     split: Split,
-    config: Mapping[str, Any],
     *,
     tgt_len: int,
     batch_size: int,
     precision: str,
     max_segments: int | None = None,
 ) -> dict[str, Any]:
-    """The figure of a split, with the settings it was reached with; `config` is the model's.
+    """The figure of a split, with the settings it was reached with.
 
     Stopped early by `max_segments`, its bytes are those of as many tokens from the start.
     """
@@ -76,8 +74,8 @@ def evaluate(
     return {
         **figure(total, n_token, split.count_bytes(1, 1 + n_token)),
         "split": split.name,
-        "mem_len": config["memory"].get("mem_len"),
-        "clamp_len": config["position"].get("clamp_len"),
-        "same_length": bool(config.get("same_length", False)),
+        "mem_len": model.memory.mem_len,
+        "clamp_len": model.layers[0].attention.position.clamp_len,
+        "same_length": model.same_length,
         **reading,
     }

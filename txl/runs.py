@@ -202,13 +202,17 @@ def load_last(path: Path) -> dict[str, Any] | None:
 
     Raises ValueError if there are some and all are damaged: a run is never begun anew over what it had.
     """
-    candidates = saved(path)
-    for candidate in candidates:
+    damage = []
+    for candidate in saved(path):
         try:
-            return checkpoint.load(candidate, key="resume")
+            content = checkpoint.load(candidate, key="resume")
         except ValueError as error:
-            print(f"warning: {error}", file=sys.stderr)
-    if candidates:
+            damage.append(str(error))
+            continue
+        for words in damage:
+            print(f"warning: {words}", file=sys.stderr)
+        return content
+    if damage:
         raise ValueError(f"resume: none of the checkpoints in {path} can be read; move the folder away to begin anew")
     return None
 
@@ -268,13 +272,21 @@ def content_of(parts: Parts, config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def other_text(data: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str, Any]:
-    """A run's data with other files or fractions (`data.*` of evaluate.py); files take the place of a built-in corpus."""
+def other_text(data: Mapping[str, Any], asked: Mapping[str, Any], split: str) -> dict[str, Any]:
+    """A run's data with other files or fractions (`data.*` of evaluate.py); files take the place of a built-in corpus.
+
+    A file is scored whole, unless fractions are given with it. Raises ValueError if files are given, but none for the
+    split that is scored.
+    """
     files = {key: os.path.abspath(value) for key, value in asked.items() if key in FILES and value is not None}
     if not files:
         return {**data, **{key: value for key, value in asked.items() if key in data}}
-    replaced = FILES if "path" in files else ("path",)
-    base = {key: value for key, value in data.items() if key not in replaced}
+    if "path" not in files and "fractions" not in asked:
+        if split not in files:
+            given = next(iter(files))
+            raise ValueError(f"data.{split}: not given; score data.{given} by split={given}, or give data.{split}=FILE")
+        files = dict.fromkeys(("train", "valid", "test"), files[split])
+    base = {key: value for key, value in data.items() if key not in FILES}
     return {**base, **asked, **files, "_target_": "txl.data.corpus.text_files"}
 
 

@@ -48,17 +48,26 @@ def autocast(device: torch.device, precision: str) -> contextlib.AbstractContext
 class StopSignals:
     """While active, SIGTERM, SIGUSR1 and Ctrl-C only raise a flag, which the loop reads after each update.
 
-    A second Ctrl-C interrupts at once. Outside the main thread, where signals cannot be caught, the flag stays down.
+    A second Ctrl-C interrupts at once. After `leave_at_once(leave)`, when all is saved, a signal calls `leave(number)` on
+    the spot, also one that came before. Outside the main thread, where signals cannot be caught, the flag stays down.
     """
 
     def __init__(self):
         self.received: int | None = None
+        self._leave: Callable[[int], None] | None = None
         self._before: dict[int, Any] = {}
 
     def _note(self, number: int, frame: Any) -> None:
         if number == signal.SIGINT and self.received == signal.SIGINT:
             raise KeyboardInterrupt
         self.received = number
+        if self._leave is not None:
+            self._leave(number)
+
+    def leave_at_once(self, leave: Callable[[int], None]) -> None:
+        self._leave = leave
+        if self.received is not None:
+            leave(self.received)
 
     def __enter__(self) -> "StopSignals":
         with contextlib.suppress(ValueError):

@@ -14,7 +14,8 @@ def _at_least(settings: Any, smallest: int, *names: str) -> None:
     for name in names:
         value = getattr(settings, name)
         if isinstance(value, (int, float)) and value < smallest:
-            raise ValueError(f"{name}: must be at least {smallest}, got {value}")
+            off = {"mem_len": "; null is no memory", "clamp_len": "; null is no limit"}.get(name, "")
+            raise ValueError(f"{name}: must be at least {smallest}, got {value}{off}")
         if isinstance(value, (int, float)) and value >= 2**31:
             raise ValueError(f"{name}: must be below 2^31, got {value}")
 

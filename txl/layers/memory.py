@@ -42,9 +42,14 @@ class SegmentMemory(nn.Module):
 
 
 class NoMemory(nn.Module):
-    """Every segment stands alone: a plain Transformer with relative positions (the paper's rows without recurrence)."""
+    """Every segment stands alone: a plain Transformer with relative positions (the paper's rows without recurrence).
 
-    mem_len = None
+    `mem_len` is not used: it may stand in a preset, from which YAML cannot take it away when this option is chosen.
+    """
+
+    def __init__(self, *, mem_len: int | None = None):
+        super().__init__()
+        self.mem_len = None
 
     def start(
         self, mems: Sequence[Float[Tensor, "b _ m"]] | None, hidden: Float[Tensor, "b i m"], n_layer: int
