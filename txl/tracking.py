@@ -125,7 +125,7 @@ class WandbTracker:
                 tags=self.tags,
                 mode=self.mode,
                 name=name,
-                dir=folder,
+                dir=folder.resolve(),  # W&B writes from a process of its own, in a folder of its own
                 config=dict(config),
                 settings=settings,
             )
