@@ -73,6 +73,30 @@ def command(entry: str, *arguments: str, cwd: Path, stdin: bytes = b"", **enviro
     return Outcome(done.returncode, done.stdout, done.stderr.decode(errors="replace"))
 
 
+def refused(outcome, *keys):
+    """Status 1, nothing on standard output, one line on standard error that names the key."""
+    assert outcome.status == 1, outcome
+    assert outcome.stdout == b""
+    (line,) = outcome.stderr.splitlines()
+    assert any(line.startswith(f"{key}:") or f"; {key}:" in line for key in keys), line
+    return line
+
+
+def text_data(**files):
+    for name, text in files.items():
+        if text is not None:
+            Path(f"{name}.txt").write_bytes(text)
+    return ["data=text", *(f"data.{name}={name}.txt" for name in files)]
+
+
+def characters_run(tmp_path, name="characters"):
+    data = text_data(train=b"abc \n" * 300, valid=b"abc \n" * 20, test=b"cba \n" * 20)
+    arguments = [override for override in TINY if "data." not in override]
+    outcome = in_process("train", f"name={name}", *data, "data/vocab=characters", *arguments)
+    assert outcome.status == 0, outcome.stderr
+    return next((tmp_path / "outputs" / name).iterdir())
+
+
 def compose(*overrides: str, config_name: str = "train"):
     """A configuration, as the command line would make it."""
     return hydra_config.compose(config_name, list(overrides))

@@ -1,0 +1,111 @@
+"""generate.py as a user meets it: the continuation, byte for byte, and what it refuses."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from conftest import characters_run, command, in_process, refused
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("temperature=-0.5", "temperature"),
+        ("top_p=0", "top_p"),
+        ("top_p=1.5", "top_p"),
+        ("top_k=0", "top_k"),
+        ("top_k=many", "top_k"),
+        ("num_samples=0", "num_samples"),
+        ("max_new_tokens=-1", "max_new_tokens"),
+        ("seed=-1", "seed"),
+        ("format=xml", "format"),
+        ("prompt_file=missing.txt", "prompt_file"),
+        ("+temprature=1", "temprature"),
+    ],
+)
+def test_generate_refuses_a_bad_value(override, key, trained_run):
+    refused(in_process("generate", f"checkpoint={trained_run}", override), key)
+
+
+def test_generate_refuses_a_prompt_and_a_prompt_file(trained_run):
+    Path("p.txt").write_bytes(b"p")
+    refused(in_process("generate", f"checkpoint={trained_run}", "prompt=a", "prompt_file=p.txt"), "prompt_file")
+
+
+def test_generate_refuses_a_prompt_that_the_vocabulary_lacks(tmp_path):
+    run = characters_run(tmp_path)
+    line = refused(in_process("generate", f"checkpoint={run}", "prompt=abz"), "prompt")
+    assert "'z'" in line
+
+
+def test_generate_writes_the_continuation_then_one_newline(trained_run):
+    arguments = [f"checkpoint={trained_run}", "prompt=It's 42, isn't it?", "max_new_tokens=30"]
+    first = in_process("generate", *arguments)
+    assert first.status == 0 and first.stderr == ""
+    assert len(first.stdout) == 31 and first.stdout.endswith(b"\n")
+    assert in_process("generate", *arguments).stdout == first.stdout
+    assert in_process("generate", *arguments, "seed=2").stdout != first.stdout
+
+
+def test_generate_separates_samples_and_each_can_be_had_alone(trained_run):
+    arguments = [f"checkpoint={trained_run}", "prompt=The ", "max_new_tokens=20", "top_k=3"]
+    three = in_process("generate", *arguments, "num_samples=3").stdout
+    one = in_process("generate", *arguments).stdout
+    rows = in_process("generate", *arguments, "num_samples=3", "format=jsonl").stdout.splitlines()
+    texts = [json.loads(row)["text"].encode("utf-8", "surrogateescape") for row in rows]
+    assert three == b"---\n".join(text + b"\n" for text in texts)
+    assert one == texts[0] + b"\n" and len(set(texts)) == 3
+    assert json.loads(rows[1]).items() >= {"sample": 1, "seed": 1, "prompt": "The "}.items()
+
+
+def test_greedy_needs_no_seed(trained_run):
+    arguments = [f"checkpoint={trained_run}", "temperature=0", "max_new_tokens=20", "prompt=x"]
+    assert in_process("generate", *arguments, "seed=1") == in_process("generate", *arguments, "seed=2")
+
+
+def test_an_empty_prompt_starts_from_a_newline(trained_run):
+    outputs = {
+        in_process("generate", f"checkpoint={trained_run}", "max_new_tokens=20", *prompt).stdout
+        for prompt in ([], ["prompt="], ["prompt=\n"], ["prompt=null"])
+    }
+    assert len(outputs) == 2  # `null`, taken literally, is a prompt of four letters
+
+
+def test_generate_reads_a_prompt_from_a_file_byte_for_byte(trained_run):
+    Path("p.txt").write_bytes(b"The \xff\r\n")
+    row = in_process("generate", f"checkpoint={trained_run}", "prompt_file=p.txt", "format=jsonl").stdout
+    assert json.loads(row)["prompt"] == "The \udcff\r\n"
+
+
+def test_generate_stops_before_the_stop_text(trained_run):
+    arguments = [f"checkpoint={trained_run}", "prompt=x", "max_new_tokens=300"]
+    whole = in_process("generate", *arguments).stdout[:-1]
+    stop = next(letter for letter in map(chr, range(33, 127)) if letter.encode() in whole)
+    stopped = in_process("generate", *arguments, f"stop={stop}").stdout[:-1]
+    assert stopped == whole.split(stop.encode())[0]
+
+
+def test_evaluate_and_generate_write_into_no_other_place(trained_run):
+    in_process("generate", f"checkpoint={trained_run}", "max_new_tokens=2")
+    in_process("evaluate", f"checkpoint={trained_run}", "out=o.json")
+    assert os.listdir() == ["o.json"]
+
+
+def test_generate_as_a_command(trained_run, tmp_path):
+    """With a prompt that no shell or parser must touch, and with one from standard input that is no text at all."""
+    arguments = [f"checkpoint={trained_run}", "max_new_tokens=9", "format=jsonl"]
+    prompt = " It's {42}, isn't it? a=b ${x} \"null\" \\"
+    outcome = command("generate", *arguments, f"prompt={prompt}", cwd=tmp_path)
+    assert outcome.status == 0, outcome.stderr
+    assert json.loads(outcome.stdout)["prompt"] == prompt
+    piped = command("generate", *arguments, "prompt=-", cwd=tmp_path, stdin=b"\xfe\n")
+    assert json.loads(piped.stdout)["prompt"].encode("utf-8", "surrogateescape") == b"\xfe\n"
+    refused(command("generate", *arguments, "temperature=-1", cwd=tmp_path), "temperature")
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_low_temperature_is_as_good_as_greedy(trained_run):
+    arguments = [f"checkpoint={trained_run}", "max_new_tokens=20", "prompt=x"]
+    greedy = in_process("generate", *arguments, "temperature=0").stdout
+    assert in_process("generate", *arguments, "temperature=1e-320").stdout == greedy
