@@ -17,7 +17,9 @@ from txl.signature import arguments
 
 if TYPE_CHECKING:  # importing torch here would cost `--help` and tab completion seconds
     from txl.runs import Parts
+    from txl.runtime import StopSignals
 
+VALID = ("nll", "ppl", "bits_per_token", "bits_per_byte")  # what is logged of a valid figure
 SAMPLE_CONTEXT = 512  # tokens that are read before the sample is written, as in the paper (appendix E)
 
 
@@ -95,8 +97,11 @@ def assemble(settings: Train) -> "Parts":
     return Parts(corpus=corpus, vocab=vocab, splits=splits, model_config=model_config, run=run)
 
 
-def train(path: Path, parts: "Parts", settings: Train, config: dict, overrides: list[str], stop) -> None:
-    """Runs the updates that are left; after each, whatever is due: a line of the log, the valid figure, a checkpoint."""
+def train(path: Path, parts: "Parts", settings: Train, config: dict, overrides: list[str], stop: "StopSignals") -> None:
+    """Runs the updates that are left; after each, whatever is due: a line of the log, the valid figure, a checkpoint.
+
+    Returns early, with everything saved, once a signal was received.
+    """
     from txl import checkpoint, runs, tracking
     from txl.runtime import profiled
     from txl.training import updates
@@ -138,12 +143,7 @@ def train(path: Path, parts: "Parts", settings: Train, config: dict, overrides: 
                 if update.step % settings.eval_every == 0 or last:
                     with speed.paused():
                         figure = measure(parts, "valid", settings, max_segments=settings.eval["max_segments"])
-                        log(
-                            {
-                                f"valid/{name}": figure[name]
-                                for name in ("nll", "ppl", "bits_per_token", "bits_per_byte")
-                            }
-                        )
+                        log({f"valid/{name}": figure[name] for name in VALID})
                         if run.note_valid(figure["nll"]):
                             runs.settle(path, config, overrides)
                             checkpoint.save(path / "best.pt", runs.content_of(parts, config))

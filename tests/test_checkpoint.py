@@ -170,6 +170,18 @@ def test_weights_are_compared_before_any_is_copied():
         assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
+@pytest.mark.parametrize("name", ["n_token", "n_layer", "d_model", "d_inner"])
+def test_a_size_beyond_the_weights_is_refused_before_it_is_made(name, trained_run):
+    """A thousand million layers would take more than a lifetime to build."""
+    content = checkpoint.load(trained_run / "best.pt")
+    with pytest.raises(
+        ValueError, match=f"checkpoint: its configuration says model.{name}=1000000000, its weights are fewer"
+    ):
+        checkpoint.load_model(content, {**content["config"]["model"], name: 10**9})
+    with pytest.raises(ValueError, match="only in one of them"):
+        checkpoint.load_model({**content, "model": {**content["model"], 5: "text", "x": None}})
+
+
 def test_where_a_checkpoint_lies(tmp_path):
     (tmp_path / "run").mkdir()
     with pytest.raises(ValueError, match=r"checkpoint: run holds no best\.pt"):

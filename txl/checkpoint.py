@@ -151,7 +151,7 @@ def load_weights(model: nn.Module, state: Mapping[str, Any], key: str = "checkpo
     """
     own = model.state_dict()
     if state.keys() != own.keys():
-        name = sorted(state.keys() ^ own.keys())[0]
+        name = min(state.keys() ^ own.keys(), key=str)
         raise ValueError(f"{key}: its weights do not fit the model: {name} is only in one of them")
     for name, tensor in own.items():
         given = state[name]
@@ -170,7 +170,8 @@ def load_weights(model: nn.Module, state: Mapping[str, Any], key: str = "checkpo
 
 def load_model(content: Mapping[str, Any], config: Mapping[str, Any] | None = None) -> nn.Module:
     """The checkpoint's model in eval mode, or one of another configuration with its weights."""
-    config, held = config or content["config"]["model"], sum(tensor.numel() for tensor in content["model"].values())
+    config = config or content["config"]["model"]
+    held = sum(tensor.numel() for tensor in content["model"].values() if isinstance(tensor, torch.Tensor))
     for name in ("n_token", "n_layer", "n_head", "d_model", "d_head", "d_inner"):
         if config[name] > held:  # told before anything of that size is made
             raise ValueError(f"checkpoint: its configuration says model.{name}={config[name]}, its weights are fewer")
