@@ -106,10 +106,9 @@ def compose(config_name: str, overrides: list[str]) -> Any:
 
 def literal(key: str, text: str) -> str:
     """An override that gives Hydra this very text, whatever it holds."""
-    text = re.sub(r"(\\*)\$\{", lambda match: match[1] * 2 + r"\${", text)  # OmegaConf: no interpolation
-    text = re.sub(
-        r"(\\+)('|\Z)", lambda match: match[1] * 2 + match[2], text
-    )  # Hydra's grammar: backslashes before a quote
+    # for OmegaConf: no interpolation; for Hydra's grammar: backslashes before a quote
+    text = re.sub(r"(\\*)\$\{", lambda match: match[1] * 2 + r"\${", text)
+    text = re.sub(r"(\\+)('|\Z)", lambda match: match[1] * 2 + match[2], text)
     return f"{key}='" + text.replace("'", r"\'") + "'"
 
 
@@ -128,9 +127,8 @@ def launch(main: Callable[[], Any], *, literals: bool = False) -> None:
     Hydra's own complaints keep their text. HYDRA_FULL_ERROR=1 shows the traceback instead. A run that was stopped with
     everything saved exits with the status that it carries.
     """
-    os.environ.setdefault(
-        "OMP_WAIT_POLICY", "PASSIVE"
-    )  # threads that spin make a run on a busy machine 10 times slower
+    # threads that spin while they wait make a run on a busy machine 10 times slower
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     before = os.environ.get("HYDRA_FULL_ERROR", "0")
     full = before not in ("", "0")
     os.environ["HYDRA_FULL_ERROR"] = "1"  # else Hydra prints its own form and exits, before we see the error

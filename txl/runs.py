@@ -174,7 +174,7 @@ def make(path: Path, what: str = "name: the run's folder") -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)
         write_json(path / ".writable", None)
-        (path / ".writable").unlink()
+        (path / ".writable").unlink(missing_ok=True)
     except OSError as error:
         raise ValueError(f"{what} cannot be written: {path} ({error.strerror})") from error
 

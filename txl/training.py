@@ -135,8 +135,8 @@ def updates(
         loss = nll.mean()
         run.scaler.scale(loss).backward()
         run.scaler.unscale_(run.optimizer)
-        grad_norm = float(nn.utils.clip_grad_norm_(parameters, math.inf if clip is None else clip))
-        mean = loss.item()
+        norm = nn.utils.clip_grad_norm_(parameters, math.inf if clip is None else clip)
+        mean, grad_norm = torch.stack([loss.detach(), norm]).tolist()  # the device is waited for but once
         scaled = run.scaler.is_enabled()  # then an overflowing gradient is the scaler's business: it skips the update
         if not math.isfinite(mean) or not (math.isfinite(grad_norm) or scaled):
             run.lanes.position = position

@@ -4,7 +4,6 @@ import hashlib
 import os
 import stat
 import sysconfig
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -13,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from txl.data.vocab import Vocabulary, fingerprint
+from txl.runtime import write_whole
 
 SPLITS = ("train", "valid", "test")
 NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
@@ -41,6 +41,7 @@ class Corpus:
 
     def __init__(self, *, texts: dict[str, Callable[[], bytes]], vocab: Vocabulary, cache_dir: str | None):
         self._texts = {name: cache(read) for name, read in texts.items()}
+        self._hashes: dict[str, str] = {}
         self._vocab = vocab
         self.cache_dir = Path(cache_dir) if cache_dir is not None else default_cache_dir()
 
@@ -55,8 +56,10 @@ class Corpus:
         return self._vocab.fit(self.text("train"))
 
     def text_hash(self, split: str) -> str:
-        """The sha256 of a split's text."""
-        return hashlib.sha256(self.text(split)).hexdigest()
+        """The sha256 of a split's text, computed once: every checkpoint names it."""
+        if split not in self._hashes:
+            self._hashes[split] = hashlib.sha256(self.text(split)).hexdigest()
+        return self._hashes[split]
 
     def fingerprint(self) -> str:
         """The sha256 over the three texts."""
@@ -95,17 +98,10 @@ def _load(path: Path, n_token: int) -> np.ndarray | None:
 
 
 def _save(path: Path, tokens: np.ndarray) -> None:
-    """Writes beside and renames, so that a process that encodes the same text at the same time meets all or nothing."""
+    """Whole or not at all, so that a process that encodes the same text at the same time does no harm."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, beside = tempfile.mkstemp(dir=path.parent, prefix=".encoding-")
-        try:
-            with os.fdopen(descriptor, "wb") as file:
-                np.save(file, tokens)
-            os.replace(beside, path)
-        except BaseException:
-            os.unlink(beside)
-            raise
+        write_whole(path, lambda file: np.save(file, tokens))
     except OSError as error:
         raise ValueError(f"cache_dir: cannot write {path.parent} ({error.strerror})") from error
 
