@@ -32,7 +32,13 @@ def main(cfg) -> list[bytes]:
     vocab = checkpoint.vocabulary(content)
     model = checkpoint.load_model(content).to(choose_device(asked.device))
     precision = trained["precision"] if asked.precision == TRAINED else asked.precision
-    reader = generation.Reader(model, context=trained["tgt_len"], n_token=vocab.n_token, precision=precision)
+    reader = generation.Reader(
+        model,
+        context=trained["tgt_len"],
+        n_token=vocab.n_token,
+        precision=precision,
+        documents=checkpoint.construct(trained["data"], cache_dir=None).documents(vocab),
+    )
     start = reader.read(generation.encode_prompt(vocab, prompt))
 
     output, texts = sys.stdout.buffer, []

@@ -27,7 +27,7 @@ SAMPLE_CONTEXT = 512  # tokens that are read before the sample is written, as in
 def main(cfg) -> float:
     """Trains, or goes on, or reports the finished run; returns the best valid nll (nats per token)."""
     from txl import runs
-    from txl.runtime import StopSignals, locked
+    from txl.runtime import StopSignals, locked, write_json
 
     overrides, folder = hydra_config.task_overrides(), None
     if cfg.get("resume") is not None:
@@ -51,6 +51,7 @@ def main(cfg) -> float:
     runs.make(path)
     with locked(path):
         runs.go_on(path, parts, settings.steps, changed)
+        write_json(path / "vocab.json", parts.vocab.state())
         for line in changed:
             print(f"resume: {line}", file=sys.stderr)
 
@@ -79,7 +80,10 @@ def assemble(settings: Train) -> "Parts":
     corpus = build(settings.data, cache_dir=settings.cache_dir)
     vocab = corpus.vocabulary()
     splits = {name: corpus.split(name, vocab) for name in ("train", "valid", "test")}
-    lanes = Lanes(splits["train"].tokens, batch_size=settings.batch_size, tgt_len=settings.tgt_len)
+    shuffle_seed = settings.seed if corpus.shuffle_documents else None
+    lanes = Lanes.of(
+        splits["train"], batch_size=settings.batch_size, tgt_len=settings.tgt_len, shuffle_seed=shuffle_seed
+    )
     n_token = settings.model["n_token"] if settings.model["n_token"] is not None else vocab.n_token
     if n_token < vocab.n_token:
         raise ValueError(
@@ -169,7 +173,7 @@ def measure(parts: "Parts", split: str, settings: Train, *, max_segments: int | 
     from txl.evaluation import evaluate
 
     model, reading = parts.run.model, settings.eval
-    if reading["mem_len"] != TRAINED:
+    if reading["mem_len"] != TRAINED and model.memory.mem_len is not None:  # a preset gives none to a model without
         kept = {"clamp_len": TRAINED, "same_length": TRAINED}
         config = checkpoint.model_config(parts.model_config, mem_len=reading["mem_len"], **kept)
         model = checkpoint.twin(model, config)
@@ -196,7 +200,11 @@ def finish(path: Path, parts: "Parts", settings: Train) -> dict:
     checkpoint.load_weights(parts.run.model, best["model"], key="name")
     sampling = build(settings.sample)
     reader = generation.Reader(
-        parts.run.model, context=settings.tgt_len, n_token=parts.vocab.n_token, precision=settings.precision
+        parts.run.model,
+        context=settings.tgt_len,
+        n_token=parts.vocab.n_token,
+        precision=settings.precision,
+        documents=parts.corpus.documents(parts.vocab),
     )
     start = reader.read(torch.from_numpy(parts.splits["test"].tokens[-SAMPLE_CONTEXT:].astype("int64"))[None])
     text = parts.vocab.decode(generation.generate(reader, start, sampling, generation.sample_seed(settings.seed, 0)))

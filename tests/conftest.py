@@ -3,6 +3,7 @@
 import importlib
 import io
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import NamedTuple
 
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # threads that wait without spinning: the machine may be busy
 os.environ["WANDB_MODE"] = "offline"
+os.environ["HF_HUB_OFFLINE"] = "1"  # read by `datasets` when it is imported, as are the folders below
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
@@ -97,6 +99,45 @@ def characters_run(tmp_path, name="characters"):
     return next((tmp_path / "outputs" / name).iterdir())
 
 
+def published_folder(kind: str, folder: Path) -> Path:
+    """Small files in the layout of a published corpus, to be read with data.path=FOLDER data.verify=false.
+
+    `kind`: enwik8, text8, wikitext103, wikitext2, ptb or lm1b. 300 different words, 1,200 lines of training text.
+    """
+    draw = random.Random(kind)
+    words = [f"{'abcdefghij'[n % 10]}{'klmno'[n // 10 % 5]}{'pqrstu'[n // 50]}" for n in range(300)]
+
+    def lines(n: int, form: str) -> bytes:
+        picked = (" ".join(words[int(300 * draw.random() ** 2)] for _ in range(draw.randint(3, 12))) for _ in range(n))
+        return "".join(form.replace("{}", line) for line in picked).encode()
+
+    def write(name: str, text: bytes) -> None:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(text)
+
+    sizes = {"train": 1200, "valid": 100, "test": 100}
+    if kind == "enwik8":
+        write("enwik8", lines(700, "  <text>{}, naïve [[日本]]</text>\n"))
+    elif kind == "text8":
+        write("text8", lines(1400, " {}"))
+    elif kind in ("wikitext103", "wikitext2"):
+        for split, n in sizes.items():
+            write(
+                f"wiki.{split}.tokens", lines(n // 4, " \n = {} = \n \n {} @-@ <unk> . \n") + lines(n // 4, " {} . \n")
+            )
+    elif kind == "ptb":
+        for split, n in sizes.items():
+            write(f"ptb.{split}.txt", lines(n, " {} <unk> N \n"))
+    elif kind == "lm1b":
+        for shard in range(1, 100):
+            write(f"training-monolingual.tokenized.shuffled/news.en-{shard:05}-of-00100", lines(12, "The {} .\n"))
+        write("heldout-monolingual.tokenized.shuffled/news.en.heldout-00000-of-00050", lines(100, "The {} ?\n"))
+        write("1b_word_vocab.txt", "\n".join(["<S>", "</S>", "<UNK>", "The", ".", *words]).encode())
+    else:
+        raise ValueError(kind)
+    return folder
+
+
 def compose(*overrides: str, config_name: str = "train"):
     """A configuration, as the command line would make it."""
     return hydra_config.compose(config_name, list(overrides))
@@ -119,6 +160,13 @@ def own_folders(tmp_path, tmp_path_factory, monkeypatch):
     """Each test works in a folder of its own; token files are shared by the whole session, but by nothing else."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def hub_folders(tmp_path_factory):
+    """`datasets` keeps what it makes in the session's folder, wherever it is imported first."""
+    for name in ("HF_HOME", "HF_DATASETS_CACHE"):
+        os.environ[name] = str(tmp_path_factory.getbasetemp() / "hub" / name.lower())
 
 
 @pytest.fixture(scope="session")

@@ -27,7 +27,7 @@ GROUPS = {
     ]
     + ["experiment", "debug"]
 }
-CHOICES = [f"{group}={option}" for group, options in GROUPS.items() for option in options]
+CHOICES = [f"{group}={option}" for group, options in GROUPS.items() for option in options if option != "hub"]
 
 
 @pytest.mark.parametrize("choice", ["seed=1", *CHOICES])
@@ -35,15 +35,21 @@ def test_every_config_composes_passes_check_and_builds_on_meta(choice):
     cfg = compose(choice)
     check(cfg)
     with torch.device("meta"):
-        model = build(cfg.model, n_token=256)
+        model = build(cfg.model, n_token=800_000)
     assert sum(parameter.numel() for parameter in model.parameters()) > 0
     optimizer = build(cfg.optimizer)(model.parameters())
     assert optimizer.param_groups[0]["lr"] == cfg.optimizer.lr
     assert build(cfg.schedule)(1, lr=cfg.optimizer.lr, steps=cfg.steps, valid_nll=[]) > 0
-    if choice != "data=text":
-        assert build(cfg.data, cache_dir=None).text("train")
+    if "python" in cfg.data._target_:
+        assert build(cfg.data, cache_dir=None).text("train").size
     build(cfg.tracker)
     build(cfg.sample)
+
+
+def test_a_data_set_of_the_hub_needs_its_name():
+    check(compose("data=hub", "data.id=a/b"))
+    with pytest.raises(ValueError, match=r"data\.id: a value must be given"):
+        check(compose("data=hub"))
 
 
 @pytest.mark.parametrize("config_name", ["evaluate", "generate"])
@@ -51,8 +57,8 @@ def test_the_other_entry_points_compose_and_pass_check(config_name):
     check(compose("checkpoint=somewhere", config_name=config_name))
 
 
-@pytest.mark.parametrize("choice", [f"experiment={option}" for option in GROUPS["experiment"]])
-def test_every_experiment_runs_two_updates(choice):
+@pytest.mark.parametrize("choice", ["experiment=python_docs_no_memory", "experiment=python_source"])
+def test_every_experiment_on_pythons_own_text_runs_two_updates(choice):
     cut = [override for override in TINY if not override.startswith(("steps", "model.memory"))]
     outcome = in_process("train", choice, *cut, "steps=2", "eval.max_segments=2")
     assert outcome.status == 0, outcome.stderr

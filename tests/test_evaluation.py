@@ -1,3 +1,4 @@
+import itertools
 import math
 from pathlib import Path
 
@@ -6,14 +7,14 @@ import torch
 from conftest import tiny_model
 
 from txl.data import corpus as corpora
-from txl.data.corpus import Split
-from txl.data.vocab import Bytes, Characters
+from txl.data.encoding import Split
+from txl.data.vocab import BPE, Bytes, Characters, Words
 from txl.evaluation import evaluate, figure, total_nll
 
 
 def split_of(n, n_token=50):
     text = bytes(torch.randint(n_token, (n,), generator=torch.Generator().manual_seed(5)).tolist())
-    return Split(name="test", text=text, tokens=Bytes().encode(text), vocab=Bytes())
+    return Split.of("test", text, Bytes())
 
 
 def test_one_lane_equals_a_loop_by_hand():
@@ -32,8 +33,8 @@ def test_several_lanes_each_begin_with_an_empty_memory():
     model, split = tiny_model(), split_of(100)
     total = 0.0
     for lane in range(4):
-        text = split.text[lane * 25 : min(lane * 25 + 26, 100)]
-        part = Split(name="test", text=text, tokens=Bytes().encode(text), vocab=Bytes())
+        text = split.text.read(lane * 25, min(lane * 25 + 26, 100))
+        part = Split.of("test", text, Bytes())
         total += total_nll(model, part, tgt_len=7, batch_size=1)[0]
     assert total_nll(model, split, tgt_len=7, batch_size=4) == (pytest.approx(total, abs=1e-9), 99)
 
@@ -96,5 +97,39 @@ def test_max_segments_stops_early():
     model, split = tiny_model(), split_of(100)
     one = evaluate(model, split, tgt_len=8, batch_size=1, precision="fp32", max_segments=3)
     assert one["tokens"] == one["bytes"] == 24
-    short = Split(name="test", text=split.text[:25], tokens=split.tokens[:25], vocab=Bytes())
+    short = Split.of("test", split.text.read(0, 25), Bytes())
     assert one["nll"] == pytest.approx(total_nll(model, short, tgt_len=8, batch_size=1)[0] / 24)
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_where_memory_is_reset_each_document_is_scored_as_if_it_stood_alone(batch_size):
+    text = b"one\ntwo and more\n\nthree, the last and the longest of them\nend"
+    model = tiny_model("model.memory.mem_len=60", n_token=256)
+    split = Split.of("test", text, Bytes(), separator=b"\n", resets=True)
+    lane_len, total = -(-(len(text) - 1) // batch_size), 0.0
+    for lane in range(0, len(text) - 1, lane_len):
+        tokens = torch.tensor(list(text[lane : lane + lane_len + 1]))
+        borders = [place - lane for place in split.starts.tolist() if lane < place < lane + lane_len]
+        for start, stop in itertools.pairwise([0, *borders, len(tokens) - 1]):
+            nll, _ = model(tokens[None, start:stop], None, tokens[None, start + 1 : stop + 1])
+            total += nll.sum().item()
+    plain = Split.of("test", text, Bytes())
+    for tgt_len in (5, 60):
+        settings = dict(tgt_len=tgt_len, batch_size=batch_size)
+        assert total_nll(model, split, **settings)[0] == pytest.approx(total, rel=1e-12)
+        assert total_nll(model, plain, **settings)[0] != pytest.approx(total, rel=1e-4)
+
+
+def test_figures_per_word_of_bpe():
+    """A BPE model and a word model are read side by side: the same words and line ends, the same nats for each."""
+    text = " = Title = \n\n The cat sat , and the cat sat again .\n".encode() * 3
+    vocab = BPE(max_size=280).fit([text])
+    split = Split.of("test", text, vocab)
+    one = evaluate(tiny_model(n_token=vocab.n_token), split, tgt_len=16, batch_size=1, precision="fp32")
+    words = len(text.split()) + text.count(b"\n")
+    first = vocab.decode(split.tokens[:1])
+    assert one["words"] == words - len(first.split()) - first.count(b"\n")
+    assert one["ppl_per_word"] == pytest.approx(math.exp(one["nll"] * one["tokens"] / one["words"]))
+    assert one["bytes"] == len(text) - len(first)
+    by_words = Split.of("test", text, Words().fit([text]))
+    assert len(by_words.tokens) == words

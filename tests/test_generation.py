@@ -6,7 +6,8 @@ from conftest import tiny_model
 from hypothesis import given
 from hypothesis import strategies as st
 
-from txl.data.vocab import Bytes, Characters
+from txl.data.encoding import Encoder, Split
+from txl.data.vocab import Bytes, Characters, Words
 from txl.generation import Reader, Sampling, encode_prompt, generate, sample_seed, until
 
 MODELS = {
@@ -141,11 +142,54 @@ def test_an_empty_prompt_is_a_newline():
 
 def test_an_empty_prompt_needs_a_newline_in_the_vocabulary():
     with pytest.raises(ValueError, match=r"prompt: .* lacks '.n'"):
-        encode_prompt(Characters().fit(b"abc"), b"")
+        encode_prompt(Characters().fit([b"abc"]), b"")
 
 
 def test_a_prompt_with_characters_that_the_vocabulary_lacks_is_refused():
-    vocab = Characters().fit(b"abc\n")
+    vocab = Characters().fit([b"abc\n"])
     assert encode_prompt(vocab, b"cab").tolist() == [[4, 2, 3]]
     with pytest.raises(ValueError, match=r"prompt: the checkpoint's vocabulary lacks '\\xe9', 'z'|'z', '\\xe9'"):
         encode_prompt(vocab, "azé".encode())
+
+
+@pytest.mark.parametrize("overrides", [[], ["model/memory=none"]])
+@pytest.mark.parametrize("context", [3, 64])
+def test_where_memory_is_reset_a_new_document_forgets_the_old_one(overrides, context):
+    """In the prompt and in what is generated: after the separator the model reads as if nothing had been before."""
+    documents = Encoder(Bytes(), b"\n\n")
+    memory = [] if overrides else ["model.memory.mem_len=64"]
+    model = tiny_model(*overrides, *memory, n_token=256)
+    reader = Reader(model, context=context, documents=documents)
+    text = torch.tensor([list(b"one\n\ntwo\n\nth")])
+    whole = reader.read(text)
+    alone = Reader(model, context=context).read(text[:, -2:])
+    torch.testing.assert_close(whole.log_probs, alone.log_probs)
+    state = reader.read(text[:, :3])
+    for place in range(3, text.shape[1]):
+        state = reader.read(text[:, place : place + 1], state)
+    torch.testing.assert_close(state.log_probs, alone.log_probs)
+    plain = Reader(model, context=context).read(text)
+    if not overrides or context > 3:
+        assert (plain.log_probs - alone.log_probs).abs().max() > 1e-3
+
+
+def test_documents_begin_where_training_marked_them():
+    for vocab, separator in [(Words(eos="<S>", eos_first=True), b"\n"), (Words(), b"\n"), (Bytes(), b"b\n")]:
+        text = b"a b\nc d\ne b\n"
+        fitted = vocab.fit([text])
+        encoder, split = Encoder(fitted, separator), Split.of("train", text, fitted, separator=separator)
+        tokens = split.tokens.tolist()
+        begins = [place for place in range(1, len(tokens)) if encoder.begins(tokens[:place], tokens[place])]
+        inside = [place for place in begins if place < len(tokens) - fitted.decode(tokens[-1:]).startswith(separator)]
+        assert inside == split.starts.tolist()[1:]
+
+
+def test_a_prompt_of_unknown_words_warns_or_is_refused(capsys):
+    lenient = Words().fit([b"a b"])
+    assert encode_prompt(lenient, b"a z").tolist() == [lenient.encode(b"a z", False).tolist()]
+    assert capsys.readouterr().err == "warning: prompt: the checkpoint's vocabulary lacks 'z'\n"
+    with pytest.raises(ValueError, match="prompt: the checkpoint's vocabulary lacks 'z'"):
+        encode_prompt(Words(unknown=None).fit([b"a b"]), b"a z")
+    assert encode_prompt(lenient, b"a b").shape == (1, 2)  # a prompt does not end its line
+    with pytest.raises(ValueError, match="prompt: holds nothing"):
+        encode_prompt(lenient, b"  ")

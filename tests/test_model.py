@@ -1,3 +1,5 @@
+import itertools
+
 import pytest
 import torch
 from conftest import TINY_MODEL, compose, tiny_model
@@ -257,3 +259,65 @@ def test_tiny_overfit():
         loss.backward()
         optimizer.step()
     assert loss < 0.05
+
+
+BORDERS = {0: [3, 4, 11, 16], 1: [8, 21]}  # of each lane: where its documents begin
+
+
+def document_marks():
+    marks = torch.zeros(2, 24, dtype=torch.bool)
+    for lane, places in BORDERS.items():
+        marks[lane, places] = True
+    return marks
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("length", [1, 4, 7, 24])
+def test_no_token_attends_across_the_border_of_a_document(variant, length, tokens):
+    """Every document is read as if it stood alone, wherever its border falls: at a segment's start, inside, in the memory."""
+    model = tiny_model("model.memory.mem_len=24", *VARIANTS[variant])
+    mems, parts = None, []
+    for segment, starts in zip(tokens.split(length, dim=1), document_marks().split(length, dim=1), strict=True):
+        log_probs, mems = model(segment, mems, starts=starts)
+        parts.append(log_probs)
+    read = torch.cat(parts, dim=1)
+    for lane, places in BORDERS.items():
+        for start, stop in itertools.pairwise([0, *places, 24]):
+            alone, _ = model(tokens[lane : lane + 1, start:stop])
+            torch.testing.assert_close(read[lane, start:stop], alone[0], rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("overrides", [["model.same_length=true"], [], ["model/memory=none"]])
+def test_without_a_border_the_marks_change_nothing(overrides, tokens):
+    memory = [] if "model/memory=none" in overrides else ["model.memory.mem_len=6"]
+    model = tiny_model(*overrides, *memory)
+    mems = marked_mems = None
+    for segment in tokens.split(5, dim=1):
+        plain, mems = model(segment, mems)
+        marked, marked_mems = model(segment, marked_mems, starts=torch.zeros_like(segment, dtype=torch.bool))
+        torch.testing.assert_close(marked, plain, rtol=0, atol=1e-12)
+        assert all(map(torch.equal, mems, marked_mems))
+
+
+def test_memory_of_an_ended_document_is_not_a_number_and_never_used_by_mistake(tokens):
+    model = tiny_model()
+    _, mems = model(tokens[:, :8], starts=document_marks()[:, :8])
+    for memory in mems:
+        assert memory[0].isnan().all(dim=1).tolist() == [True] * 4 + [False] * 4
+        assert not memory[1].isnan().any()
+    assert model(tokens[:, 8:], mems)[0][0].isnan().all()
+    nll, mems = model(tokens[:, 8:], mems, tokens[:, 8:], starts=document_marks()[:, 8:])
+    assert nll.isfinite().all()
+    assert mems[0][0].isnan().any(dim=1).sum() == 16 - 8 and not mems[0][0, -8:].isnan().any()
+
+
+def test_gradients_stay_inside_a_document():
+    """With activation checkpointing, and dropout on the attention weights."""
+    model = tiny_model("model.tie_weight=false", "model.activation_checkpointing=true", "model.dropatt=0.1").train()
+    tokens, starts = torch.arange(24)[None], torch.zeros(1, 24, dtype=torch.bool)
+    starts[0, 10] = True
+    _, mems = model(tokens[:, :8], starts=starts[:, :8])
+    nll, _ = model(tokens[:, 8:], mems, tokens[:, 8:], starts=starts[:, 8:])
+    (gradient,) = torch.autograd.grad(nll[:, 2:].sum(), model.softmax.weight)
+    assert gradient[10:24].abs().sum(dim=1).gt(0).all()
+    assert not gradient[:10].any()

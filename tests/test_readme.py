@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, TINY, compose, in_process
+from test_experiments import cut
 
 from txl import config as hydra_config
 
@@ -22,7 +23,7 @@ PROGRAMS = [command for command in COMMANDS if re.match(r"python (train|evaluate
 
 def test_the_readme_has_commands_and_each_is_of_a_known_kind():
     assert len(PROGRAMS) >= 15
-    known = r"make (train|test|test-slow|lint)\b|python (train|evaluate|generate)\.py|git clone |cd |pip install "
+    known = r"make (train|test|test-slow|lint|bench)\b|python (train|evaluate|generate)\.py|git clone |cd |pip install "
     for command in COMMANDS:
         assert re.match(known, command), command
 
@@ -32,8 +33,9 @@ def test_readme_commands_run(command, trained_run, tmp_path):
     """Each as it stands, on a small model: sizes are cut by overrides, RUN is a run's folder."""
     run = tmp_path / "RUN"
     shutil.copytree(trained_run, run)
-    for name in ("a.txt", "b.txt", "c.txt", "other.txt", "start.txt"):
-        Path(name).write_bytes(b"to be or not to be, that is the question\n" * 50)
+    Path("more").mkdir()
+    for name in ("a.txt", "b.txt", "c.txt", "other.txt", "start.txt", "more/d.txt"):
+        Path(name).write_bytes(b"to be or not to be,\n\nthat is the question\n" * 50)
     program, *arguments = shlex.split(command.replace("outputs/python_docs/default", "RUN"))[1:]
     entry = program.removesuffix(".py")
     if entry == "generate":
@@ -41,13 +43,16 @@ def test_readme_commands_run(command, trained_run, tmp_path):
     if entry == "train" and not {"--help", "--cfg"} & set(arguments):
         given = {argument.lstrip("+").split("=")[0] for argument in arguments}
         no_memory = [] if any("no_memory" in one or "memory=none" in one for one in arguments) else TINY[5:6]
-        if "resume" not in given:
-            cut = [
+        published = [one.removeprefix("experiment=") for one in arguments if "=wt103" in one or "=enwik8" in one]
+        if published:
+            arguments = [one for one in arguments if "data.path" not in one] + cut(published[0], tmp_path / "FOLDER")
+        elif "resume" not in given:
+            small = [
                 *TINY[:5],
                 *no_memory,
                 *(one for one in TINY[6:] if "max_bytes" not in one or "data=text" not in arguments),
             ]
-            arguments += [one for one in cut if one.split("=")[0] not in given]
+            arguments += [one for one in small if one.split("=")[0] not in given]
         arguments = [f"steps={min(8, int(one[6:]))}" if one.startswith("steps=") else one for one in arguments]
     outcome = in_process(entry, *arguments)
     assert outcome.status == 0, outcome.stderr

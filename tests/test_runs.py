@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import TINY, in_process
+from conftest import TINY, in_process, text_data
 
 from txl import checkpoint, runs
 
@@ -51,7 +51,7 @@ def test_a_run_folder_holds_what_the_contract_says(trained_run):
     names = {file.name for file in trained_run.iterdir()}
     assert names == {
         *("config.yaml", "overrides.json", "metrics.jsonl", "last.pt", "last.1.pt", "best.pt", "result.json"),
-        *("curves.png", "sample.txt", ".lock"),
+        *("curves.png", "sample.txt", "vocab.json", ".lock"),
     }
     result = json.loads((trained_run / "result.json").read_text())
     assert set(result) == {"valid", "test", "step", "tokens_seen", "seconds", "parameters", "corpus", "vocabulary"}
@@ -120,13 +120,21 @@ def interrupted(monkeypatch, after: int, *overrides: str):
     monkeypatch.setattr(training, "updates", real)
 
 
-def test_the_same_command_again_continues_an_unfinished_run(monkeypatch):
-    """To the same weights, bit for bit, with no line of the log lost or doubled."""
-    assert in_process("train", "name=whole", *TINY, "model.dropout=0.1").status == 0
-    interrupted(monkeypatch, 4, "name=cut", "model.dropout=0.1")
+DOCUMENTS = ["data.document_separator=\\n", "data.reset_at_document=true", "data.shuffle_documents=true"]
+
+
+@pytest.mark.parametrize("documents", [False, True])
+def test_the_same_command_again_continues_an_unfinished_run(documents, monkeypatch):
+    """To the same weights, bit for bit, with no line of the log lost or doubled; also in the third pass over documents."""
+    overrides = ["model.dropout=0.1"]
+    if documents:
+        lines = b"".join(b"%d, a line of its own\n" % number for number in range(4))
+        overrides += [*text_data(train=lines, valid=lines, test=lines), *DOCUMENTS]
+    assert in_process("train", "name=whole", *TINY, *overrides).status == 0
+    interrupted(monkeypatch, 4, "name=cut", *overrides)
     (cut,) = Path("outputs/cut").iterdir()
     assert not (cut / "result.json").exists()
-    assert in_process("train", "name=cut", *TINY, "model.dropout=0.1").status == 0
+    assert in_process("train", "name=cut", *TINY, *overrides).status == 0
     (whole,) = Path("outputs/whole").iterdir()
     a, b = (checkpoint.load(path / "last.pt") for path in (whole, cut))
     assert all(torch.equal(tensor, b["model"][name]) for name, tensor in a["model"].items())

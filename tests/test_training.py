@@ -17,7 +17,7 @@ class GoldenLanes(Lanes):
     """The golden file's segments: its lanes do not share their border tokens."""
 
     def __init__(self, tokens, tgt_len):
-        self.tokens, self.tgt_len, self.position = tokens, tgt_len, 0
+        self.tokens, self.tgt_len, self.position, self.epoch, self.lane_len = tokens, tgt_len, 0, 0, tokens.shape[1]
 
     def __next__(self):
         start, self.position = self.position, self.position + self.tgt_len
@@ -93,7 +93,7 @@ def test_a_non_finite_loss_stops_the_run_before_it_harms_the_weights():
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     position, mems = run.lanes.position, run.mems
     forward = model.forward
-    model.forward = lambda *arguments: (forward(*arguments)[0] * math.nan, [])
+    model.forward = lambda *given, **marks: (forward(*given, **marks)[0] * math.nan, [])
     with pytest.raises(Diverged, match=r"optimizer\.lr: at update 2 the loss is nan"):
         next(steps)
     assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
@@ -111,7 +111,7 @@ def test_a_non_finite_gradient_stops_the_run_too():
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
-@pytest.mark.parametrize("optimizer", ["adam", "sgd", "adagrad"])
+@pytest.mark.parametrize("optimizer", ["adam", "sgd", "adagrad", "lamb"])
 def test_a_saved_state_goes_on_bit_for_bit(optimizer, dropout, tmp_path):
     def begin(seed):
         torch.manual_seed(seed)

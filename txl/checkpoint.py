@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from txl import signature
-from txl.data import corpus, vocab
+from txl.data import corpus, published, vocab
 from txl.layers.memory import NoMemory, SegmentMemory
 from txl.layers.position import RelativePosition
-from txl.layers.softmax import FullSoftmax
+from txl.layers.softmax import AdaptiveSoftmax, FullSoftmax
 from txl.model import TransformerXL
 from txl.runtime import write_whole
 from txl.settings import TRAINED, Evaluation, Train
@@ -30,11 +30,20 @@ CLASSES = {
         NoMemory,
         RelativePosition,
         FullSoftmax,
+        AdaptiveSoftmax,
         corpus.python_docs,
         corpus.python_source,
         corpus.text_files,
+        corpus.hub,
+        published.enwik8,
+        published.text8,
+        published.wikitext,
+        published.penn_treebank,
+        published.billion_words,
         vocab.Bytes,
         vocab.Characters,
+        vocab.Words,
+        vocab.BPE,
     )
 }
 

@@ -1,13 +1,15 @@
 """Generation: a prompt is read once, then each new token costs one step; the memory carries what came before."""
 
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from txl.data.vocab import Vocabulary
+from txl.data.encoding import Encoder
+from txl.data.vocab import Vocabulary, Words
 from txl.runtime import autocast
 
 
@@ -57,45 +59,81 @@ class Read:
 
     log_probs: Float[Tensor, "v"]
     mems: list[Float[Tensor, "1 _ m"]]
-    recent: Int[Tensor, "1 _"]  # without a memory, the text itself
+    recent: Int[
+        Tensor, "1 _"
+    ]  # the last tokens: without a memory all that the next one sees, else where a document ends
 
 
 class Reader:
-    """Reads tokens with the memory carried. A model without memory is given the last `context` tokens again each time."""
+    """Reads tokens with the memory carried. A model without memory is given the last `context` tokens again each time.
 
-    def __init__(self, model: nn.Module, *, context: int, n_token: int | None = None, precision: str = "fp32"):
-        self.model, self.context, self.precision = model.eval(), context, precision
+    `documents`, for a model whose memory was reset at documents, says where one begins.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        context: int,
+        n_token: int | None = None,
+        precision: str = "fp32",
+        documents: Encoder | None = None,
+    ):
+        self.model, self.context, self.precision, self.documents = model.eval(), context, precision, documents
         self.n_token = n_token  # of the vocabulary, where the model has room for more: those are never drawn
         self.device = next(model.parameters()).device
 
     @torch.inference_mode()
     def read(self, tokens: Int[Tensor, "1 _"], after: Read | None = None) -> Read:
         """Reads one token or more, in segments of at most `context`, after what was read before."""
-        tokens = tokens.to(self.device)
+        before = tokens[:, :0].cpu() if after is None else after.recent
+        recent = torch.cat([before, tokens.cpu()], dim=1)
+        kept = 0 if self.documents is None else len(self.documents.separator)
+        starts = None if self.documents is None else self._starts(recent, kept)
         if self.model.memory.mem_len is None:
-            recent = tokens if after is None else torch.cat([after.recent, tokens], dim=1)
-            recent = recent[:, -self.context :]
-            log_probs, mems = self._forward(recent, None)
+            recent, starts = recent[:, -self.context :], None if starts is None else starts[:, -self.context :]
+            log_probs, mems = self._forward(recent, None, starts)
         else:
-            mems, recent = (after.mems if after else None), tokens[:, :0]
-            for segment in tokens.split(self.context, dim=1):
-                log_probs, mems = self._forward(segment, mems)
+            mems = after.mems if after else None
+            for place in range(before.shape[1], recent.shape[1], self.context):
+                segment = slice(place, place + self.context)
+                marks = None if starts is None else starts[:, segment]
+                log_probs, mems = self._forward(recent[:, segment], mems, marks)
+            recent = recent[:, max(0, recent.shape[1] - kept) :]
         return Read(log_probs=log_probs[0, -1, : self.n_token], mems=mems, recent=recent)
 
+    def _starts(self, tokens: Int[Tensor, "1 i"], kept: int) -> Bool[Tensor, "1 i"]:
+        """Where documents begin; the last `kept` tokens before a place tell."""
+        numbers = tokens[0].tolist()
+        begins = (
+            self.documents.begins(numbers[max(0, place - kept) : place], number) for place, number in enumerate(numbers)
+        )
+        return torch.tensor([list(begins)])
+
     def _forward(
-        self, tokens: Int[Tensor, "1 i"], mems: list[Tensor] | None
+        self, tokens: Int[Tensor, "1 i"], mems: list[Tensor] | None, starts: Bool[Tensor, "1 i"] | None
     ) -> tuple[Float[Tensor, "1 i v"], list[Tensor]]:
+        starts = None if starts is None else starts.to(self.device)
         with autocast(self.device, self.precision):
-            return self.model(tokens, mems)
+            return self.model(tokens.to(self.device), mems, starts=starts)
 
 
 def encode_prompt(vocab: Vocabulary, prompt: bytes) -> Int[Tensor, "1 _"]:
-    """The prompt's tokens; an empty prompt is a newline. Raises ValueError for characters that the vocabulary lacks."""
+    """The prompt's tokens; an empty prompt is a newline.
+
+    Raises ValueError for characters that the vocabulary lacks, and for words where it has none for the unknown; else it
+    warns of them.
+    """
     prompt = prompt or b"\n"
     if unknown := vocab.unknown(prompt):
-        names = ", ".join(map(ascii, unknown[:5]))
-        raise ValueError(f"prompt: the checkpoint's vocabulary lacks {names}{' and more' if len(unknown) > 5 else ''}")
-    return torch.from_numpy(vocab.encode(prompt).astype("int64"))[None]
+        names = ", ".join(map(ascii, unknown[:5])) + (" and more" if len(unknown) > 5 else "")
+        if not isinstance(vocab, Words) or not vocab.takes_unknown:
+            raise ValueError(f"prompt: the checkpoint's vocabulary lacks {names}")
+        print(f"warning: prompt: the checkpoint's vocabulary lacks {names}", file=sys.stderr)
+    tokens = vocab.encode(prompt, False).astype("int64")
+    if not len(tokens):
+        raise ValueError("prompt: holds nothing that the checkpoint's vocabulary knows")
+    return torch.from_numpy(tokens)[None]
 
 
 def generate(reader: Reader, prompt: Read, sampling: Sampling, generator: torch.Generator) -> Iterator[int]:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -28,14 +28,19 @@ class DecoderLayer(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(
-        self, hidden: Float[Tensor, "b i m"], memory: Float[Tensor, "b k m"], encoding: Float[Tensor, "r m"]
+        self,
+        hidden: Float[Tensor, "b i m"],
+        memory: Float[Tensor, "b k m"],
+        encoding: Float[Tensor, "r m"],
+        documents: Int[Tensor, "b j"] | None = None,
     ) -> Float[Tensor, "b i m"]:
         context = torch.cat([memory, hidden], dim=1)
         if self.pre_norm:
             context = self.attention_norm(context)
-            hidden = hidden + self.dropout(self.attention(context[:, memory.shape[1] :], context, encoding))
+            segment = context[:, memory.shape[1] :]
+            hidden = hidden + self.dropout(self.attention(segment, context, encoding, documents))
             return hidden + self.dropout(self.feedforward(self.feedforward_norm(hidden)))
-        hidden = self.attention_norm(hidden + self.dropout(self.attention(hidden, context, encoding)))
+        hidden = self.attention_norm(hidden + self.dropout(self.attention(hidden, context, encoding, documents)))
         return self.feedforward_norm(hidden + self.dropout(self.feedforward(hidden)))
 
 
@@ -136,13 +141,22 @@ class TransformerXL(nn.Module):
         tokens: Int[Tensor, "b i"],
         mems: Sequence[Float[Tensor, "b _ m"]] | None = None,
         targets: Int[Tensor, "b i"] | None = None,
+        *,
+        starts: Bool[Tensor, "b i"] | None = None,
     ) -> tuple[Float[Tensor, "b i"] | Float[Tensor, "b i v"], list[Float[Tensor, "b _ m"]]]:
         """The nll of each target in nats or, without targets, the log-probabilities of the next token; and the new memory.
 
         The memory is an argument and a result, never kept: pass what one segment returned to the next, None at the start.
+        `starts` is true where a document begins: a token then attends to its own document only, in the segment and in the
+        memory. Once given, it must be given for every segment: rows of the memory that belong to a document that has ended
+        are not-a-number.
         """
         hidden = self.dropout(self.softmax.embed(tokens))
         memories = self.memory.start(mems, hidden, len(self.layers))
+        documents = None
+        if starts is not None:
+            documents = document_numbers(memories[0], starts)
+            memories = [memory.masked_fill(memory.isnan(), 0.0) for memory in memories]
         n_key = memories[0].shape[1] + hidden.shape[1]
         encoding = self.layers[0].attention.position.encode(n_key, hidden)
         encoding = self.dropout(encoding)  # one mask for all layers and the whole batch
@@ -150,9 +164,15 @@ class TransformerXL(nn.Module):
         for layer, memory in zip(self.layers, memories, strict=True):
             inputs.append(hidden)
             if self.activation_checkpointing and self.training:
-                hidden = checkpoint(layer, hidden, memory, encoding, use_reentrant=False)
+                hidden = checkpoint(layer, hidden, memory, encoding, documents, use_reentrant=False)
             else:
-                hidden = layer(hidden, memory, encoding)
+                hidden = layer(hidden, memory, encoding, documents)
         hidden = self.dropout(hidden)
         output = self.softmax.log_prob(hidden) if targets is None else self.softmax.nll(hidden, targets)
-        return output, self.memory.keep(memories, inputs)
+        return output, self.memory.keep(memories, inputs, documents)
+
+
+def document_numbers(memory: Float[Tensor, "b k m"], starts: Bool[Tensor, "b i"]) -> Int[Tensor, "b j"]:
+    """The document of each row of memory and segment: 0 is the one that the segment goes on with, -1 an earlier one."""
+    carried = -memory[:, :, 0].isnan().long()
+    return torch.cat([carried, starts.long().cumsum(dim=1)], dim=1)

@@ -33,17 +33,26 @@ def constant(step: int, *, lr: float | int, steps: int, valid_nll: Sequence[floa
 
 
 def cosine(
-    step: int, *, lr: float | int, steps: int, valid_nll: Sequence[float], warmup: int = 0, lr_min: float | int = 0.0
+    step: int,
+    *,
+    lr: float | int,
+    steps: int,
+    valid_nll: Sequence[float],
+    warmup: int = 0,
+    lr_min: float | int = 0.0,
+    after_warmup: bool = False,
 ) -> float:
     """lr_min + (lr - lr_min) (1 + cos(pi step / steps)) / 2, after a linear warm-up.
 
-    As in the authors' PyTorch code, the cosine counts all `steps` from the first, the warm-up included.
+    As in the authors' PyTorch code, the cosine counts all `steps` from the first, the warm-up included; with `after_warmup`
+    it counts those behind the warm-up, as in their TensorFlow code and NVIDIA's.
     """
     _check_lr_min(lr, lr_min)
     rising = lr * warmed_up(step, warmup)
     if step < warmup:
         return rising
-    return lr_min + (lr - lr_min) * (1 + math.cos(math.pi * min(step, steps) / steps)) / 2
+    passed, whole = (step - warmup, steps - warmup) if after_warmup else (step, steps)
+    return lr_min + (lr - lr_min) * (1 + math.cos(math.pi * min(passed / max(whole, 1), 1.0))) / 2
 
 
 def inverse_square_root(

@@ -13,7 +13,7 @@ from typing import Any
 
 from txl import checkpoint
 from txl.config import load_yaml, to_yaml
-from txl.data.corpus import Corpus, Split
+from txl.data.encoding import Corpus, Split
 from txl.data.vocab import Vocabulary, fingerprint
 from txl.runtime import write_json, write_whole
 from txl.settings import TRAINED
@@ -33,6 +33,13 @@ FREE = {
 }  # change no figure
 LONGEST = 100
 FILES = ("train", "valid", "test", "path")  # of `data.`
+PLAIN = (
+    "vocab",
+    "fractions",
+    "max_bytes",
+    "document_separator",
+    "reset_at_document",
+)  # what any text of one's own takes
 
 
 @dataclass
@@ -93,10 +100,21 @@ def absolute_paths(config: Mapping[str, Any]) -> dict[str, Any]:
     """The configuration with the files it names as absolute paths, so that the run can be read from any folder."""
 
     def absolute(values: Mapping[str, Any], keys: tuple[str, ...]) -> dict[str, Any]:
-        named = {key: os.path.abspath(values[key]) for key in keys if isinstance(values.get(key), str)}
-        return {**values, **named}
+        return {**values, **{key: _absolute(values[key]) for key in keys if key in values}}
 
-    return {**absolute(config, ("cache_dir", "init_from")), "data": absolute(config["data"], FILES)}
+    data = absolute(config["data"], FILES)
+    if isinstance(data.get("vocab"), Mapping):
+        data["vocab"] = absolute(data["vocab"], ("file",))
+    if isinstance(data.get("id"), str) and os.path.isdir(data["id"]):  # a data set in a local folder
+        data["id"] = os.path.abspath(data["id"])
+    return {**absolute(config, ("cache_dir", "init_from")), "data": data}
+
+
+def _absolute(files: Any) -> Any:
+    """A file, a pattern, or a list of them as absolute paths; null stays."""
+    if isinstance(files, (list, tuple)):
+        return [_absolute(file) for file in files]
+    return os.path.abspath(files) if isinstance(files, str) else files
 
 
 def flat(config: Any, path: str = "") -> dict[str, Any]:
@@ -155,7 +173,10 @@ def resumed_overrides(path: Path, overrides: list[str]) -> list[str]:
 def resumed_paths(path: Path, config: dict[str, Any], overrides: list[str]) -> dict[str, Any]:
     """The configuration with the run's own files where no new override names others: the old ones may be relative to another folder."""
     before, new = load_yaml(path / "config.yaml"), {full_key(override) for override in overrides}
-    data = {key: before["data"].get(key) for key in FILES if key in config["data"] and f"data.{key}" not in new}
+    old = before["data"]
+    data = {key: old.get(key) for key in (*FILES, "id") if key in config["data"] and f"data.{key}" not in new}
+    if "file" in config["data"].get("vocab", {}) and "data.vocab.file" not in new:
+        data["vocab"] = {**config["data"]["vocab"], "file": old["vocab"].get("file")}
     paths = {key: before[key] for key in ("cache_dir", "init_from") if key not in new}
     return {**config, **paths, "data": {**config["data"], **data}}
 
@@ -278,15 +299,17 @@ def other_text(data: Mapping[str, Any], asked: Mapping[str, Any], split: str) ->
     A file is scored whole, unless fractions are given with it. Raises ValueError if files are given, but none for the
     split that is scored.
     """
-    files = {key: os.path.abspath(value) for key, value in asked.items() if key in FILES and value is not None}
+    files = {key: _absolute(value) for key, value in asked.items() if key in FILES and value is not None}
     if not files:
         return {**data, **{key: value for key, value in asked.items() if key in data}}
+    if files.keys() == {"path"} and "path" in data:  # the same corpus, moved
+        return {**data, **{key: value for key, value in asked.items() if key in data}, **files}
     if "path" not in files and "fractions" not in asked:
         if split not in files:
             given = next(iter(files))
             raise ValueError(f"data.{split}: not given; score data.{given} by split={given}, or give data.{split}=FILE")
         files = dict.fromkeys(("train", "valid", "test"), files[split])
-    base = {key: value for key, value in data.items() if key not in FILES}
+    base = {key: data[key] for key in PLAIN if key in data}
     return {**base, **asked, **files, "_target_": "txl.data.corpus.text_files"}
 
 

@@ -86,12 +86,14 @@ class Train:
 class OtherText:
     """`data.` in evaluate.yaml: another text to score; `trained` is the run's own."""
 
-    train: str | None | Trained
-    valid: str | None | Trained
-    test: str | None | Trained
+    train: str | list[str] | None | Trained
+    valid: str | list[str] | None | Trained
+    test: str | list[str] | None | Trained
     path: str | None | Trained
     fractions: list[float | int] | Trained
     max_bytes: int | None | Trained
+    document_separator: str | None | Trained
+    reset_at_document: bool | Trained
 
 
 @dataclass(kw_only=True, frozen=True)

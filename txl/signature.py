@@ -29,6 +29,9 @@ def problems(node: Any, path: str, locate: Callable[[Any], Any]) -> Iterator[str
     if "_target_" in node:
         try:
             target = locate(node["_target_"])
+        except ImportError as error:
+            package = node["_target_"].partition(".")[0]
+            yield f"{at}_target_: {node['_target_']} cannot be had ({type(error).__name__}); is {package} installed?"
         except Exception as error:
             yield f"{at}_target_: {node['_target_']} cannot be had ({type(error).__name__})"
     found = list(call_problems(target, node, at)) if target is not None else []

@@ -123,7 +123,7 @@ def updates(
     parameters = list(run.model.parameters())
     run.model.train()
     while run.step < steps:
-        position = run.lanes.position
+        before = run.lanes.state_dict()
         segment = next(run.lanes)
         mems = None if segment.begins else run.mems
         rate = schedule(run.step, lr=lr, steps=steps, valid_nll=run.valid_nll)
@@ -131,7 +131,8 @@ def updates(
             group["lr"] = rate
         run.optimizer.zero_grad(set_to_none=True)
         with autocast(run.device, precision):
-            nll, mems = run.model(segment.tokens.to(run.device), mems, segment.targets.to(run.device))
+            starts = None if segment.starts is None else segment.starts.to(run.device)
+            nll, mems = run.model(segment.tokens.to(run.device), mems, segment.targets.to(run.device), starts=starts)
         loss = nll.mean()
         run.scaler.scale(loss).backward()
         run.scaler.unscale_(run.optimizer)
@@ -139,7 +140,7 @@ def updates(
         mean, grad_norm = torch.stack([loss.detach(), norm]).tolist()  # the device is waited for but once
         scaled = run.scaler.is_enabled()  # then an overflowing gradient is the scaler's business: it skips the update
         if not math.isfinite(mean) or not (math.isfinite(grad_norm) or scaled):
-            run.lanes.position = position
+            run.lanes.load_state_dict(before)
             raise Diverged(
                 f"optimizer.lr: at update {run.step + 1} the loss is {mean} and its gradient's norm {grad_norm} (learning "
                 f"rate {rate:.3g}); stopped before the weights took harm; try a lower rate, a longer schedule.warmup or clip"

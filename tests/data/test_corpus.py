@@ -1,15 +1,14 @@
 import hashlib
-import subprocess
-import sys
+import sysconfig
 from pathlib import Path
 from pydoc_data.topics import topics
 
 import numpy as np
 import pytest
-from conftest import ROOT
+from conftest import TINY, in_process, refused
 
 from txl.data import corpus as corpora
-from txl.data.vocab import Bytes, Characters
+from txl.data.vocab import BPE, Bytes, Characters, Words
 
 FRACTIONS = [0.9, 0.05, 0.05]
 
@@ -23,59 +22,55 @@ def write(**texts):
 def test_python_docs_are_the_sorted_topics_cut_by_bytes():
     corpus = corpora.python_docs(vocab=Bytes(), fractions=FRACTIONS)
     text = "\n\n".join(topics[name] for name in sorted(topics)).encode()
-    assert b"".join(corpus.text(name) for name in corpora.SPLITS) == text
-    assert abs(len(corpus.text("train")) - 0.9 * len(text)) <= 1
-    assert abs(len(corpus.text("valid")) - 0.05 * len(text)) <= 1
+    assert b"".join(corpus.text(name).read() for name in corpora.SPLITS) == text
+    assert abs(corpus.text("train").size - 0.9 * len(text)) <= 1
+    assert abs(corpus.text("valid").size - 0.05 * len(text)) <= 1
     assert len(text) > 400_000
 
 
 def test_python_source_leaves_out_tests_and_installed_packages():
     whole = corpora.python_source(vocab=Bytes(), fractions=FRACTIONS)
-    text = b"".join(whole.text(name) for name in corpora.SPLITS)
+    text = b"".join(whole.text(name).read() for name in corpora.SPLITS)
     assert 5_000_000 < len(text) < 30_000_000
-    assert text.startswith((Path(sysconfig_stdlib()) / "__future__.py").read_bytes()[:200])
+    assert text.startswith((Path(sysconfig.get_paths()["stdlib"]) / "__future__.py").read_bytes()[:200])
     assert b"class Fraction(numbers.Rational):" in text
     assert b"class TestCase_Foo" not in text and b"def test_main" not in text
     short = corpora.python_source(vocab=Bytes(), fractions=FRACTIONS, max_bytes=1000)
-    assert sum(len(short.text(name)) for name in corpora.SPLITS) == 1000
+    assert sum(short.text(name).size for name in corpora.SPLITS) == 1000
 
 
-def sysconfig_stdlib():
-    import sysconfig
-
-    return sysconfig.get_paths()["stdlib"]
+NASTY = b"\xef\xbb\xbfa\r\nb\rc\n\x00\xff\xfe \xe2\x80\xa8" * 3
 
 
-def test_bytes_in_bytes_out():
+@pytest.mark.parametrize("vocab", [Bytes(), Bytes(only_seen=True), Characters(), BPE(max_size=260)])
+def test_bytes_in_bytes_out(vocab):
     """No newline is translated and no invalid UTF-8 is lost, on the way through files, tokens and back."""
-    text = b"\xef\xbb\xbfa\r\nb\rc\n\x00\xff\xfe \xe2\x80\xa8" * 3
-    files = write(train=text, valid=text[:9], test=text[5:])
-    for vocab in (Bytes(), Characters()):
-        corpus = corpora.text_files(vocab=vocab, **files)
-        fitted = corpus.vocabulary()
-        for name, expected in {"train": text, "valid": text[:9], "test": text[5:]}.items():
-            split = corpus.split(name, fitted)
-            assert corpus.text(name) == expected
-            assert fitted.decode(split.tokens) == expected
-            assert split.count_bytes(0, len(split.tokens)) == len(expected)
+    texts = {"train": NASTY, "valid": NASTY[:9], "test": NASTY[5:]}
+    corpus = corpora.text_files(vocab=vocab, **write(**texts))
+    fitted = corpus.vocabulary()
+    for name, expected in texts.items():
+        split = corpus.split(name, fitted)
+        assert corpus.text(name).read() == expected
+        assert fitted.decode(split.tokens) == expected
+        assert split.count_bytes(0, len(split.tokens)) == len(expected)
 
 
 def test_one_file_is_cut_by_the_fractions():
     text = bytes(range(200))
     corpus = corpora.text_files(vocab=Bytes(), fractions=[0.5, 0.3, 0.2], **write(train=text))
-    assert [len(corpus.text(name)) for name in corpora.SPLITS] == [100, 60, 40]
-    assert b"".join(corpus.text(name) for name in corpora.SPLITS) == text
+    assert [corpus.text(name).size for name in corpora.SPLITS] == [100, 60, 40]
+    assert b"".join(corpus.text(name).read() for name in corpora.SPLITS) == text
 
 
 def test_a_folder_holds_three_files():
     write(train=b"abc", valid=b"de", test=b"fg")
     corpus = corpora.text_files(vocab=Bytes(), path=".")
-    assert [corpus.text(name) for name in corpora.SPLITS] == [b"abc", b"de", b"fg"]
+    assert [corpus.text(name).read() for name in corpora.SPLITS] == [b"abc", b"de", b"fg"]
 
 
 def test_max_bytes_takes_the_start_of_each_file():
     corpus = corpora.text_files(vocab=Bytes(), max_bytes=2, **write(train=b"abc", valid=b"def", test=b"ghi"))
-    assert [corpus.text(name) for name in corpora.SPLITS] == [b"ab", b"de", b"gh"]
+    assert [corpus.text(name).read() for name in corpora.SPLITS] == [b"ab", b"de", b"gh"]
 
 
 @pytest.mark.parametrize(
@@ -87,35 +82,34 @@ def test_fractions_must_make_a_whole(fractions):
 
 
 def test_encoded_once_into_a_memory_map(monkeypatch):
-    corpus = corpora.text_files(vocab=Bytes(), cache_dir="cache", **write(train=b"abcdef", valid=b"ab", test=b"cd"))
-    first = corpus.split("train", Bytes())
-    assert isinstance(first.tokens, np.memmap)
-    monkeypatch.setattr(Bytes, "encode", lambda *_: pytest.fail("encoded again"))
-    assert np.array_equal(corpus.split("train", Bytes()).tokens, first.tokens)
+    files = write(train=b"a b c d e f", valid=b"ab", test=b"cd")
+    for vocab in (Bytes(), Words(), BPE(max_size=256)):
+        corpus = corpora.text_files(vocab=vocab, cache_dir="cache", **files)
+        first = corpus.split("train", corpus.vocabulary())
+        assert isinstance(first.tokens, np.memmap)
+        with monkeypatch.context() as patch:
+            for method in ("encode", "_count"):
+                patch.setattr(type(vocab), method, lambda *_: pytest.fail("read again"), raising=False)
+            again = corpora.text_files(vocab=vocab, cache_dir="cache", **files)
+            assert np.array_equal(again.split("train", again.vocabulary()).tokens, first.tokens)
 
 
 def test_changed_data_never_meets_a_stale_token_file():
-    """Another text, of the same length and name, or another vocabulary is another file."""
+    """Another text of the same length and name, other fractions, other files with the same bytes: each its own tokens."""
     files = write(train=b"abcdef", valid=b"ab", test=b"cd")
     before = corpora.text_files(vocab=Bytes(), cache_dir="cache", **files).split("train", Bytes())
     write(train=b"abcdeg")
     after = corpora.text_files(vocab=Bytes(), cache_dir="cache", **files)
     assert bytes(after.split("train", Bytes()).tokens) == b"abcdeg"
     assert bytes(before.tokens) == b"abcdef"
-    characters = Characters().fit(b"abcdeg")
-    assert after.split("train", characters).tokens.tolist() == [1, 2, 3, 4, 5, 6]
-    assert len(list(Path("cache").glob("train-*.npy"))) == 3
-
-
-def test_a_truncated_token_file_is_made_again():
-    corpus = corpora.text_files(vocab=Bytes(), cache_dir="cache", **write(train=b"abcdef", valid=b"ab", test=b"cd"))
-    corpus.split("train", Bytes())
-    (path,) = Path("cache").glob("train-*.npy")
-    whole = path.read_bytes()
-    for length in (0, 5, len(whole) - 1):
-        path.unlink()
-        path.write_bytes(whole[:length])
-        assert bytes(corpus.split("train", Bytes()).tokens) == b"abcdef"
+    for fractions, expected in {(0.5, 0.25, 0.25): b"abc", (0.7, 0.15, 0.15): b"abcd"}.items():
+        corpus = corpora.text_files(vocab=Bytes(), cache_dir="cache", train="train.txt", fractions=list(fractions))
+        assert bytes(corpus.split("train", Bytes()).tokens) == expected
+    write(a=b"abc", b=b"deg", c=b"abcd", d=b"eg")
+    for names, starts in {("a.txt", "b.txt"): [0, 3], ("c.txt", "d.txt"): [0, 4]}.items():
+        corpus = corpora.text_files(vocab=Bytes(), cache_dir="cache", train=list(names), valid="a.txt", test="b.txt")
+        split = corpus.split("train", Bytes())
+        assert (bytes(split.tokens), split.starts.tolist()) == (b"abcdeg", starts)
 
 
 def test_tokens_take_the_fewest_bytes():
@@ -127,21 +121,6 @@ def test_tokens_take_the_fewest_bytes():
         assert split.tokens.dtype == dtype
         assert split.tokens[-1] == n_char
         assert vocab.decode(split.tokens[-3:]) == text[-12:]
-
-
-def test_two_processes_that_encode_at_once_do_not_harm_each_other():
-    write(train=b"some text " * 20_000, valid=b"ab", test=b"cd")
-    program = (
-        "from txl.data import corpus, vocab\n"
-        "c = corpus.text_files(vocab=vocab.Bytes(), path='.', cache_dir='cache')\n"
-        "print(len(c.split('train', vocab.Bytes()).tokens))\n"
-    )
-    started = [
-        subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, env={"PYTHONPATH": str(ROOT)})
-        for _ in range(3)
-    ]
-    assert [process.communicate(timeout=120)[0] for process in started] == [b"200000\n"] * 3
-    assert len(list(Path("cache").iterdir())) == 1
 
 
 def test_the_hash_is_that_of_the_texts():
@@ -157,11 +136,33 @@ def test_the_hash_is_that_of_the_texts():
     assert corpora.text_files(vocab=Bytes(), **files).fingerprint() != before
 
 
-@pytest.mark.parametrize("other", [np.zeros((2, 3), np.uint8), np.zeros(6, np.int64), np.zeros(0, np.float32)])
-def test_a_token_file_of_other_numbers_is_made_again(other):
-    corpus = corpora.text_files(vocab=Bytes(), cache_dir="cache", **write(train=b"abcdef", valid=b"ab", test=b"cd"))
-    corpus.split("train", Bytes())
-    (path,) = Path("cache").glob("train-*.npy")
-    path.unlink()
-    np.save(path, other)
-    assert bytes(corpus.split("train", Bytes()).tokens) == b"abcdef"
+@pytest.mark.parametrize("key", ["reset_at_document", "shuffle_documents"])
+def test_what_is_done_with_documents_takes_some(key):
+    files = write(train=b"abc def", valid=b"ab", test=b"cd")
+    for separator, hint in {None: "give data.document_separator", "|": "its separator is not in it"}.items():
+        corpus = corpora.text_files(vocab=Bytes(), document_separator=separator, **{key: True}, **files)
+        with pytest.raises(ValueError, match=rf"^data\.{key}: the training text is one document; {hint}"):
+            corpus.split("train", Bytes())
+        assert len(corpus.split("valid", Bytes()).tokens) == 2
+
+
+def test_files_with_documents_train_from_the_command_line():
+    """Patterns, a separator, resets and shuffling."""
+    Path("news").mkdir()
+    for name in "abc":
+        Path(f"news/{name}.txt").write_bytes(b"the cat sat\non the mat<|>the dog sat on the cat \xff" * 30)
+    data = [
+        "data=text",
+        "data/vocab=words",
+        "data.train=[news/a.txt,news/b*.txt]",
+        "data.valid=news/c.txt",
+        "data.test=news/*",
+    ]
+    documents = ["data.document_separator='<|>'", "data.reset_at_document=true", "data.shuffle_documents=true"]
+    outcome = in_process("train", *TINY, *data, *documents)
+    assert outcome.status == 0, outcome.stderr
+
+
+def test_a_missing_file_is_one_line():
+    line = refused(in_process("train", "data=text", "data.train=no*.txt", *TINY), "data.train")
+    assert "no*.txt" in line

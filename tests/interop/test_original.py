@@ -14,6 +14,8 @@ MODELS = [
     "xl_long_memory_short_last",
     "xl_no_memory",
     "xl_d_embed",
+    "xl_adaptive",
+    "xl_adaptive_div2",
 ]
 
 
@@ -50,6 +52,8 @@ def test_to_original_undoes_from_original(name):
     for key, tensor in weights.items():
         assert torch.equal(state[key], tensor), key
     given = {key: value for key, value in meta["config"].items() if key not in ("batch", "segments", "tgt_len")}
+    if given.get("tie_projs") is True:
+        given["tie_projs"] = [False] + [True] * len(given["cutoffs"])
     assert given.items() <= flags.items()
     again, flags_again = to_original(from_original(state, flags))
     assert flags_again == flags
@@ -96,7 +100,9 @@ def test_untied_weights_and_biases_go_there_and_back():
     ("changes", "message"),
     [
         ({"attn_type": 1}, "attn_type=1 is not supported"),
-        ({"cutoffs": [10, 20]}, r"cutoffs=\[10, 20\] is not supported"),
+        ({"cutoffs": [10, 20]}, r"crit\.cluster_bias, crit\.cluster_weight missing"),
+        ({"cutoffs": [10, 29]}, r"model\.softmax\.cutoffs: 29 "),
+        ({"cutoffs": [10, 20], "tie_projs": [True] * 4}, r"model\.softmax\.tie_projs: "),
         ({"div_val": 2}, "div_val=2 is not supported"),
         ({"d_model": None}, "flags: d_model missing"),
         ({"d_inner": 21}, r"CoreNet.0.weight has shape \(20, 12\), the flags ask for \(21, 12\)"),
@@ -108,6 +114,47 @@ def test_untied_weights_and_biases_go_there_and_back():
 def test_what_cannot_be_represented_is_named(changes, message):
     with pytest.raises(ValueError, match=message):
         from_original(*with_flags(**changes))
+
+
+ADAPTIVE_TIES = {
+    "xl_adaptive": [
+        ["word_emb.emb_layers.0.weight", "crit.out_layers.0.weight"],
+        ["word_emb.emb_projs.0", "crit.out_projs.1", "crit.out_projs.2"],
+    ],
+    "xl_adaptive_div2": [
+        *([f"word_emb.emb_layers.{index}.weight", f"crit.out_layers.{index}.weight"] for index in range(3)),
+        *([f"word_emb.emb_projs.{index}", f"crit.out_projs.{index}"] for index in (1, 2)),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", ADAPTIVE_TIES)
+@pytest.mark.parametrize("which", [0, -1])
+def test_tied_clusters_may_stand_under_one_name_or_all_and_must_agree(name, which):
+    tensors, meta = read(name)
+    weights = part(tensors, "weight.")
+    dropped = {key for tied in ADAPTIVE_TIES[name] for key in tied if key != tied[which]}
+    one = {key: tensor for key, tensor in weights.items() if key not in dropped}
+    state, _ = to_original(from_original(one, meta["config"]))
+    assert state.keys() == weights.keys() and all(torch.equal(state[key], weights[key]) for key in weights)
+    for tied in ADAPTIVE_TIES[name]:
+        with pytest.raises(ValueError, match="are tied by the flags, but differ"):
+            from_original({**weights, tied[which]: weights[tied[which]] + 1}, meta["config"])
+
+
+@pytest.mark.parametrize("name", ADAPTIVE_TIES)
+@pytest.mark.parametrize("tie_projs", [False, [False], [True, False, True]])
+def test_untied_clusters_go_there_and_back(name, tie_projs):
+    tensors, meta = read(name)
+    flags = {**meta["config"], "tie_weight": False, "tie_projs": tie_projs}
+    weights = {key: torch.randn_like(tensor) for key, tensor in part(tensors, "weight.").items()}
+    if tie_projs == [True, False, True]:
+        for index in (0, 2):
+            weights[f"crit.out_projs.{index}"] = weights[f"word_emb.emb_projs.{index if 'div2' in name else 0}"]
+    state, back = to_original(from_original(weights, flags))
+    assert state.keys() == weights.keys() and all(torch.equal(state[key], weights[key]) for key in weights)
+    assert back["tie_projs"] == [tie_projs == [True, False, True], False, tie_projs == [True, False, True]]
+    assert back["tie_weight"] is False
 
 
 def test_weights_tied_by_the_flags_but_different_are_refused():

@@ -7,38 +7,110 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from txl.data.encoding import Split
+
 
 @dataclass(frozen=True)
 class Segment:
-    """Inputs and their next tokens; `begins` is true where the lanes start, so that no memory is carried in."""
+    """Inputs and their next tokens; `begins` is true where the lanes start, so that no memory is carried in.
+
+    `starts`: the tokens that begin a document, where memory is not to reach from one into the next.
+    """
 
     tokens: Int[Tensor, "b i"]
     targets: Int[Tensor, "b i"]
     begins: bool
+    starts: Bool[Tensor, "b i"] | None = None
 
 
-def gather(tokens: np.ndarray, starts: np.ndarray, length: int) -> Int[Tensor, "b _"]:
-    """`length` tokens from each start, copied off the memory map."""
-    return torch.from_numpy(np.stack([tokens[start : start + length] for start in starts]).astype(np.int64))
+def gather(tokens: "np.ndarray | ShuffledDocuments", starts: np.ndarray, length: int) -> Int[Tensor, "b _"]:
+    """`length` tokens from each start, copied off the memory map; zeros stand beyond the end."""
+    rows = np.zeros((len(starts), length), dtype=np.int64)
+    for row, start in zip(rows, starts, strict=True):
+        found = tokens[start : start + length]
+        row[: len(found)] = found
+    return torch.from_numpy(rows)
+
+
+def marked(borders: np.ndarray | None, places: np.ndarray, length: int) -> Bool[Tensor, "b i"] | None:
+    """True at the borders (token numbers in order) among the `length` tokens from each place; None without borders."""
+    if borders is None:
+        return None
+    marks = np.zeros((len(places), length), dtype=bool)
+    for row, place in zip(marks, places, strict=True):
+        first, last = np.searchsorted(borders, [place, place + length])
+        row[borders[first:last] - place] = True
+    return torch.from_numpy(marks)
+
+
+class ShuffledDocuments:
+    """The tokens of a split with its documents in another order in each pass, which `seed` and pass determine.
+
+    Reads like an array. The tokens before the first of the `starts` are a document too.
+    """
+
+    def __init__(self, tokens: np.ndarray, starts: np.ndarray, *, seed: int):
+        self.tokens, self.seed = tokens, seed
+        self._starts = np.concatenate([[0], starts[starts > 0]])
+        self._lengths = np.diff(self._starts, append=len(tokens))
+        self.shuffle(0)
+
+    def shuffle(self, epoch: int) -> None:
+        """Puts the documents into the order of a pass."""
+        self._order = np.random.default_rng([self.seed, epoch]).permutation(len(self._starts))
+        self.starts = np.concatenate([[0], np.cumsum(self._lengths[self._order])[:-1]])
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, place: slice) -> np.ndarray:
+        start, stop, _ = place.indices(len(self))
+        parts = [self.tokens[:0]]
+        index = int(np.searchsorted(self.starts, start, side="right")) - 1
+        while start < stop:
+            inside = start - int(self.starts[index])
+            document, length = self._order[index], min(int(self._lengths[self._order[index]]) - inside, stop - start)
+            begin = int(self._starts[document]) + inside
+            parts.append(self.tokens[begin : begin + length])
+            start, index = start + length, index + 1
+        return np.concatenate(parts)
 
 
 class Lanes:
     """Endless training segments: `batch_size` contiguous lanes, read side by side in order, again and again.
 
     Of N tokens each lane has (N - 1) // batch_size targets, its last one being the first token of the next lane; the
-    remainder, fewer than batch_size, is left out. The last segment of a lane may be shorter than `tgt_len`. Raises
-    ValueError for a split too short for one segment a lane.
+    remainder, fewer than batch_size, is left out. The last segment of a lane may be shorter than `tgt_len`. `borders` are
+    the tokens beyond which no memory may reach; where the tokens are `ShuffledDocuments`, each pass has another order of
+    them. Raises ValueError for a split too short for one segment a lane.
     """
 
-    def __init__(self, tokens: np.ndarray, *, batch_size: int, tgt_len: int):
-        self.tokens, self.batch_size, self.tgt_len = tokens, batch_size, tgt_len
+    def __init__(
+        self,
+        tokens: np.ndarray | ShuffledDocuments,
+        *,
+        batch_size: int,
+        tgt_len: int,
+        borders: np.ndarray | None = None,
+    ):
+        self.tokens, self.batch_size, self.tgt_len, self.borders = tokens, batch_size, tgt_len, borders
         self.lane_len = (len(tokens) - 1) // batch_size
         if self.lane_len < tgt_len:
             raise ValueError(
                 f"data.train: {len(tokens)} tokens are too few for batch_size={batch_size} lanes of one segment of "
                 f"tgt_len={tgt_len}; that takes at least {batch_size * tgt_len + 1}"
             )
-        self.position = 0
+        self.position = self.epoch = 0
+
+    @classmethod
+    def of(cls, split: Split, *, batch_size: int, tgt_len: int, shuffle_seed: int | None) -> "Lanes":
+        """The lanes of a split, its documents shuffled where there is a seed for it."""
+        if shuffle_seed is None:
+            return cls(split.tokens, batch_size=batch_size, tgt_len=tgt_len, borders=split.borders)
+        tokens = ShuffledDocuments(split.tokens, split.starts, seed=shuffle_seed)
+        lanes = cls(tokens, batch_size=batch_size, tgt_len=tgt_len)
+        lanes.borders = tokens.starts if split.resets else None
+        return lanes
 
     def __iter__(self):
         return self
@@ -46,13 +118,22 @@ class Lanes:
     def __next__(self) -> Segment:
         start = self.position
         length = min(self.tgt_len, self.lane_len - start)
-        both = gather(self.tokens, np.arange(self.batch_size) * self.lane_len + start, length + 1)
-        self.position = (start + length) % self.lane_len
-        return Segment(tokens=both[:, :-1], targets=both[:, 1:], begins=start == 0)
+        places = np.arange(self.batch_size) * self.lane_len + start
+        both, starts = gather(self.tokens, places, length + 1), marked(self.borders, places, length)
+        segment = Segment(tokens=both[:, :-1], targets=both[:, 1:], begins=start == 0, starts=starts)
+        self.move(*divmod(self.epoch * self.lane_len + start + length, self.lane_len))
+        return segment
+
+    def move(self, epoch: int, position: int) -> None:
+        """To a place in a pass."""
+        if epoch != self.epoch and isinstance(self.tokens, ShuffledDocuments):
+            self.tokens.shuffle(epoch)
+            self.borders = None if self.borders is None else self.tokens.starts
+        self.epoch, self.position = epoch, position
 
     def state_dict(self) -> dict[str, int]:
-        """Where the lanes stand: the tokens read of each, and how long each is."""
-        return {"position": self.position, "lane_len": self.lane_len}
+        """Where the lanes stand: the passes done, the tokens read of each, and how long each is."""
+        return {"position": self.position, "epoch": self.epoch, "lane_len": self.lane_len}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Goes on from there. Raises ValueError where the lanes were of another length."""
@@ -61,7 +142,7 @@ class Lanes:
                 f"resume: batch_size or data changed: the run read lanes of {state['lane_len']} tokens, "
                 f"these have {self.lane_len}"
             )
-        self.position = state["position"]
+        self.move(state.get("epoch", 0), state["position"])
 
 
 @dataclass(frozen=True)
@@ -71,9 +152,10 @@ class ScoredSegment:
     tokens: Int[Tensor, "b i"]
     targets: Int[Tensor, "b i"]
     scored: Bool[Tensor, "b i"]
+    starts: Bool[Tensor, "b i"] | None = None
 
 
-def scoring_segments(tokens: np.ndarray, *, batch_size: int, tgt_len: int):
+def scoring_segments(tokens: np.ndarray, *, batch_size: int, tgt_len: int, borders: np.ndarray | None = None):
     """Every token but the first as a target exactly once, whatever batch_size and tgt_len: the lanes may end unevenly.
 
     The targets are cut into `batch_size` contiguous lanes of equal length, but for the last ones, which are filled up;
@@ -82,9 +164,9 @@ def scoring_segments(tokens: np.ndarray, *, batch_size: int, tgt_len: int):
     n_target = len(tokens) - 1
     lane_len = -(-n_target // batch_size)
     starts = np.arange(0, n_target, lane_len)
-    padded = np.concatenate([tokens, np.zeros(len(starts) * lane_len - n_target, dtype=tokens.dtype)])
     for offset in range(0, lane_len, tgt_len):
         length = min(tgt_len, lane_len - offset)
-        both = gather(padded, starts + offset, length + 1)
+        both = gather(tokens, starts + offset, length + 1)
         place = torch.from_numpy(starts + offset)[:, None] + torch.arange(length)
-        yield ScoredSegment(tokens=both[:, :-1], targets=both[:, 1:], scored=place < n_target)
+        marks = marked(borders, starts + offset, length)
+        yield ScoredSegment(tokens=both[:, :-1], targets=both[:, 1:], scored=place < n_target, starts=marks)

@@ -6,6 +6,11 @@
 | word_emb.emb_projs.0                 | softmax.emb_proj                        |
 | crit.out_layers.0.weight, .bias      | softmax.out_weight (tied: weight), out_bias |
 | crit.out_projs.0                     | softmax.out_proj                        |
+| with cutoffs: word_emb.emb_layers.c  | softmax.weights.c (div_val 1: theirs is one, ours below each other) |
+| word_emb.emb_projs.c                 | softmax.emb_projs.c (div_val 1: only 0) |
+| crit.out_layers.c.weight, .bias      | softmax.out_weights.c, out_biases.c (div_val 1: as above) |
+| crit.out_projs.c                     | softmax.out_projs.c                     |
+| crit.cluster_weight, cluster_bias    | softmax.cluster_weight, cluster_bias    |
 | layers.l.dec_attn.qkv_net.weight     | layers.l.attention.q_net and kv_net     |
 | layers.l.dec_attn.r_net.weight       | layers.l.attention.position.r_net       |
 | r_w_bias, r_r_bias (u, v)            | position.r_w_bias, r_r_bias of all layers |
@@ -17,44 +22,50 @@ Models with untied biases, which the authors' PyTorch code lacks and their Tenso
 for them: layers.l.dec_attn.r_w_bias and r_r_bias, and a flag `untie_r`.
 """
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from txl.layers.memory import NoMemory, SegmentMemory
 from txl.layers.position import RelativePosition
-from txl.layers.softmax import FullSoftmax
+from txl.layers.softmax import AdaptiveSoftmax, FullSoftmax
 from txl.model import TransformerXL
 
 IGNORED = {"pos_emb.inv_freq"}
 SIZES = ("n_token", "n_layer", "n_head", "d_model", "d_head", "d_inner")
 
 
-def _tied_projection(flags: Mapping[str, Any]) -> bool:
-    """The authors give a list, one entry a cluster; a bare true means every cluster but the first."""
-    tie_projs = flags.get("tie_projs", False)
-    return bool(tie_projs[0]) if isinstance(tie_projs, (list, tuple)) and tie_projs else False
+def _softmax(flags: Mapping[str, Any]) -> Callable[..., nn.Module]:
+    """The authors give `tie_projs` as a list, by cluster, false where it ends; a bare true means every cluster but the first."""
+    cutoffs, div_val, tied = flags.get("cutoffs") or [], flags.get("div_val", 1), flags.get("tie_projs") or False
+    if isinstance(tied, bool):
+        tied = [False] + [tied] * len(cutoffs)
+    tied = [*map(bool, tied), *[False] * (1 + len(cutoffs) - len(tied))]
+    if cutoffs:
+        return partial(AdaptiveSoftmax, cutoffs=list(cutoffs), div_val=div_val, tie_projs=tied)
+    if div_val != 1:
+        raise ValueError(f"flags: div_val={div_val} is not supported without cutoffs; only 1 is")
+    return partial(FullSoftmax, tie_projs=tied[0])
 
 
 def _build(flags: Mapping[str, Any]) -> TransformerXL:
     missing = [name for name in SIZES if flags.get(name) is None]
     if missing:
         raise ValueError(f"flags: {', '.join(missing)} missing")
-    for name, only in {"attn_type": 0, "div_val": 1, "ext_len": 0, "sample_softmax": -1}.items():
+    for name, only in {"attn_type": 0, "ext_len": 0, "sample_softmax": -1}.items():
         if flags.get(name, only) != only:
             raise ValueError(f"flags: {name}={flags[name]} is not supported; only {only} is")
-    if flags.get("cutoffs"):
-        raise ValueError(f"flags: cutoffs={flags['cutoffs']} is not supported; only the full softmax, [], is")
     mem_len, clamp_len = flags.get("mem_len") or 0, flags.get("clamp_len", -1)
     return TransformerXL(
         **{name: int(flags[name]) for name in SIZES},
         d_embed=flags.get("d_embed"),
         memory=SegmentMemory(mem_len=mem_len) if mem_len > 0 else NoMemory(),
         position=partial(RelativePosition, clamp_len=clamp_len if clamp_len is not None and clamp_len > 0 else None),
-        softmax=partial(FullSoftmax, tie_projs=_tied_projection(flags)),
+        softmax=_softmax(flags),
         dropout=flags.get("dropout", 0.0),
         dropatt=flags.get("dropatt", 0.0),
         same_length=bool(flags.get("same_length", False)),
@@ -64,17 +75,33 @@ def _build(flags: Mapping[str, Any]) -> TransformerXL:
     )
 
 
+def _softmax_correspondence(softmax: nn.Module) -> dict[str, list[Tensor]]:
+    if isinstance(softmax, FullSoftmax):
+        names = {
+            "word_emb.emb_layers.0.weight": [softmax.weight],
+            "crit.out_layers.0.weight": [softmax.out_weight],
+            "crit.out_layers.0.bias": [softmax.out_bias],
+        }
+        if softmax.emb_proj is not None:
+            names |= {"word_emb.emb_projs.0": [softmax.emb_proj], "crit.out_projs.0": [softmax.out_proj]}
+        return names
+    names = {"crit.cluster_weight": [softmax.cluster_weight], "crit.cluster_bias": [softmax.cluster_bias]}
+    tables = {
+        "word_emb.emb_layers.{}.weight": softmax.weights,
+        "crit.out_layers.{}.weight": softmax.out_weights,
+        "crit.out_layers.{}.bias": softmax.out_biases,
+    }
+    for name, parts in tables.items():
+        split = [list(parts)] if softmax.div_val == 1 else [[part] for part in parts]
+        names |= {name.format(index): whole for index, whole in enumerate(split)}
+    for name, projections in {"word_emb.emb_projs": softmax.emb_projs, "crit.out_projs": softmax.out_projs}.items():
+        names |= {f"{name}.{index}": [projection] for index, projection in enumerate(projections)}
+    return names
+
+
 def _correspondence(model: TransformerXL) -> dict[str, list[Tensor]]:
     """For each of the authors' names, our parameters that, one below the other, make it."""
-    softmax = model.softmax
-    names = {
-        "word_emb.emb_layers.0.weight": [softmax.weight],
-        "crit.out_layers.0.weight": [softmax.out_weight],
-        "crit.out_layers.0.bias": [softmax.out_bias],
-    }
-    if softmax.emb_proj is not None:
-        names["word_emb.emb_projs.0"] = [softmax.emb_proj]
-        names["crit.out_projs.0"] = [softmax.out_proj]
+    names = _softmax_correspondence(model.softmax)
     first = model.layers[0].attention.position
     untie_r = any(layer.attention.position.r_w_bias is not first.r_w_bias for layer in model.layers)
     if not untie_r:
@@ -113,17 +140,15 @@ def from_original(state_dict: Mapping[str, Tensor], flags: Mapping[str, Any]) ->
     model = _build(flags)
     names = _correspondence(model)
     state = {name: tensor for name, tensor in state_dict.items() if name not in IGNORED}
-    ties = [("word_emb.emb_layers.0.weight", "crit.out_layers.0.weight")] if model.softmax.tie_weight else []
-    ties += (
-        [("word_emb.emb_projs.0", "crit.out_projs.0")]
-        if model.softmax.tie_projs and model.softmax.emb_proj is not None
-        else []
-    )
-    for pair in ties:
-        given = [state[name] for name in pair if name in state]
-        if len(given) == 2 and not torch.equal(*given):
-            raise ValueError(f"state_dict: {pair[0]} and {pair[1]} are tied by the flags, but differ")
-        state.update({name: given[0] for name in pair if given})
+    ties = defaultdict(list)
+    for name, parts in names.items():
+        ties[tuple(map(id, parts))].append(name)
+    for tied in ties.values():
+        given = [name for name in tied if name in state]
+        for name in given[1:]:
+            if not torch.equal(state[given[0]], state[name]):
+                raise ValueError(f"state_dict: {given[0]} and {name} are tied by the flags, but differ")
+        state.update({name: state[given[0]] for name in tied if given})
     if missing := sorted(names.keys() - state.keys()):
         raise ValueError(f"state_dict: {', '.join(missing)} missing")
     if unknown := sorted(state.keys() - names.keys()):
@@ -145,21 +170,23 @@ def to_original(model: TransformerXL) -> tuple[dict[str, Tensor], dict[str, Any]
     """
     state = {name: torch.cat(list(parts)).clone() for name, parts in _correspondence(model).items()}
     layer, softmax, position = model.layers[0], model.softmax, model.layers[0].attention.position
+    adaptive = isinstance(softmax, AdaptiveSoftmax)
+    tables = list(softmax.weights) if adaptive else [softmax.weight]
     clamp_len, mem_len = position.clamp_len, model.memory.mem_len
     flags = {
-        "n_token": softmax.weight.shape[0],
+        "n_token": sum(map(len, tables)),
         "n_layer": len(model.layers),
         "n_head": position.n_head,
         "d_model": position.d_model,
         "d_head": position.r_w_bias.shape[1],
         "d_inner": layer.feedforward.inner.out_features,
-        "d_embed": softmax.weight.shape[1],
+        "d_embed": tables[0].shape[1],
         "dropout": model.dropout.p,
         "dropatt": layer.attention.dropatt,
         "tie_weight": softmax.tie_weight,
-        "tie_projs": [softmax.tie_projs],
-        "cutoffs": [],
-        "div_val": 1,
+        "tie_projs": list(softmax.tie_projs) if adaptive else [softmax.tie_projs],
+        "cutoffs": list(softmax.cutoffs) if adaptive else [],
+        "div_val": softmax.div_val if adaptive else 1,
         "attn_type": 0,
         "ext_len": 0,
         "pre_lnorm": layer.pre_norm,

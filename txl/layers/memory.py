@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 
 import torch
-from jaxtyping import Float
+from einops import rearrange
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 
@@ -34,11 +35,21 @@ class SegmentMemory(nn.Module):
         return list(mems)
 
     def keep(
-        self, memories: list[Float[Tensor, "b _ m"]], inputs: list[Float[Tensor, "b i m"]]
+        self,
+        memories: list[Float[Tensor, "b _ m"]],
+        inputs: list[Float[Tensor, "b i m"]],
+        documents: Int[Tensor, "b j"] | None = None,
     ) -> list[Float[Tensor, "b _ m"]]:
-        """The memory of each layer after a segment, from the memory before it and the layer's inputs."""
+        """The memory of each layer after a segment, from the memory before it and the layer's inputs.
+
+        Where `documents` numbers the document of each row, rows of another than the last one's are not-a-number.
+        """
         contexts = [torch.cat(pair, dim=1) for pair in zip(memories, inputs, strict=True)]
-        return [context[:, -self.mem_len :].detach() for context in contexts]
+        kept = [context[:, -self.mem_len :].detach() for context in contexts]
+        if documents is None:
+            return kept
+        ended = rearrange(documents[:, -self.mem_len :] != documents[:, -1:], "b j -> b j 1")
+        return [memory.masked_fill(ended, float("nan")) for memory in kept]
 
 
 class NoMemory(nn.Module):
@@ -58,7 +69,10 @@ class NoMemory(nn.Module):
         return [hidden[:, :0].detach()] * n_layer
 
     def keep(
-        self, memories: list[Float[Tensor, "b _ m"]], inputs: list[Float[Tensor, "b i m"]]
+        self,
+        memories: list[Float[Tensor, "b _ m"]],
+        inputs: list[Float[Tensor, "b i m"]],
+        documents: Int[Tensor, "b j"] | None = None,
     ) -> list[Float[Tensor, "b _ m"]]:
         """Nothing."""
         return []
