@@ -122,7 +122,7 @@ def test_where_memory_is_reset_each_document_is_scored_as_if_it_stood_alone(batc
 
 def test_figures_per_word_of_bpe():
     """A BPE model and a word model are read side by side: the same words and line ends, the same nats for each."""
-    text = " = Title = \n\n The cat sat , and the cat sat again .\n".encode() * 3
+    text = b" = Title = \n\n The cat sat , and the cat sat again .\n" * 3
     vocab = BPE(max_size=280).fit([text])
     split = Split.of("test", text, vocab)
     one = evaluate(tiny_model(n_token=vocab.n_token), split, tgt_len=16, batch_size=1, precision="fp32")

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from txl.data.encoding import Split
-from txl.data.vocab import BPE
 from txl.data.streams import scoring_segments
+from txl.data.vocab import BPE
 from txl.runtime import autocast
 
 

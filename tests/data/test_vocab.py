@@ -1,6 +1,7 @@
 import io
 import json
 import math
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -290,6 +291,15 @@ def test_bpe_learns_what_it_is_asked_to(bpe):
     }.items():
         with pytest.raises(ValueError, match=rf"^data\.vocab\.{key}: "):
             BPE(**options)
+
+
+@pytest.mark.parametrize("text", ["ACGT" * 2000 + " a b", "日本" * 2000, " " * 3000 + "\n", "x" * 1000 + " y"])
+def test_bpe_learns_from_long_words_in_parts(text):
+    """Learning takes the square of a word's length: ten megabytes without a space took hours."""
+    parts = BPE._sentences(text.encode() + b"\xff")
+    assert "".join(parts) == text
+    assert all(len(word) <= 1000 for part in parts for word in [*part.split(), *re.findall(r"\s+", part)])
+    assert len(parts) == 1 + sum(-(-len(word) // 1000) - 1 for word in [*text.split(), *re.findall(r"\s+", text)])
 
 
 def tokenizer_json(kind):

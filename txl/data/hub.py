@@ -1,6 +1,5 @@
 """Texts from the Hugging Face hub, by its library `datasets`: rows of a column, written to one file that is read like any other."""
 
-import contextlib
 import hashlib
 import json
 import sys
@@ -75,9 +74,8 @@ class Rows:
         name = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:16]
         path = cache_folder(cache_dir) / f"hub-{self.split}-{name}.txt"
         if not path.exists():
-            with contextlib.suppress(FileExistsError):
-                path.parent.mkdir(parents=True, exist_ok=True)
             try:
+                path.parent.mkdir(parents=True, exist_ok=True)
                 write_whole(path, lambda file: self._write(rows, file, written, between, documents, max_bytes))
             except OSError as error:
                 raise ValueError(f"cache_dir: cannot write {path.parent} ({error.strerror or error})") from error

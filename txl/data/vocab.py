@@ -21,6 +21,7 @@ from txl.signature import call_problems
 UNKNOWN = "<unk>"
 NEWLINE = ord("\n")
 LINE_END_OR_WORD = re.compile(r"\r\n|\r|\n|\S+")
+LONG_WORD = re.compile(r"\S{1000}(?=\S)|\s{1000}(?=\s)")
 BYTE_ORDER_MARK = re.compile(r"(?:\A|(?<=[\r\n]))\ufeff")
 
 
@@ -403,8 +404,9 @@ class BPE:
         return self.json is not None or self.file is not None
 
     @staticmethod
-    def _valid(text: bytes) -> str:
-        return text.decode("utf-8", "ignore")
+    def _sentences(text: bytes) -> list[str]:
+        """What is UTF-8 of a text, in parts where a word is very long: learning takes the square of its length."""
+        return LONG_WORD.sub("\\g<0>\ud800", text.decode("utf-8", "ignore")).split("\ud800")  # which no text holds
 
     def fit(self, pieces: Iterable[bytes], mapped: Callable = map) -> "BPE":
         """Learns the pairs of the text, or reads the file that was given."""
@@ -427,7 +429,7 @@ class BPE:
             initial_alphabet=sorted(_byte_letters()),
             show_progress=False,
         )
-        tokenizer.train_from_iterator(map(self._valid, pieces), trainer)
+        tokenizer.train_from_iterator(map(self._sentences, pieces), trainer)
         return BPE(tokenizer=tokenizer.to_str())
 
     def encode(self, text: bytes, closes: bool = True) -> np.ndarray:

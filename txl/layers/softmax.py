@@ -144,6 +144,7 @@ class AdaptiveSoftmax(nn.Module):
         sizes = cluster.bincount(minlength=len(self.starts)).tolist()  # on a GPU the only wait for its results
         return list(cluster.argsort(stable=True).split(sizes))
 
+    @torch.compiler.disable  # sizes that the data decide would be compiled anew in each batch
     def embed(self, tokens: Int[Tensor, "b i"]) -> Float[Tensor, "b i m"]:
         flat = rearrange(tokens, "b i -> (b i)")
         members, parts = self.members(flat), []
@@ -165,6 +166,7 @@ class AdaptiveSoftmax(nn.Module):
         weight = torch.cat([self.out_weights[0], self.cluster_weight])
         return weight, torch.cat([self.out_biases[0], self.cluster_bias])
 
+    @torch.compiler.disable
     def nll(self, hidden: Float[Tensor, "b i m"], targets: Int[Tensor, "b i"]) -> Float[Tensor, "b i"]:
         """-log p(target) in nats, token by token."""
         rows, words = rearrange(hidden, "b i m -> (b i) m"), rearrange(targets, "b i -> (b i)")
