@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from txl import signature
-from txl.data import corpus, published, vocab
+from txl.data import bpe, corpus, published, vocab, words
 from txl.layers.memory import NoMemory, SegmentMemory
 from txl.layers.position import RelativePosition
 from txl.layers.softmax import AdaptiveSoftmax, FullSoftmax
@@ -42,8 +42,8 @@ CLASSES = {
         published.billion_words,
         vocab.Bytes,
         vocab.Characters,
-        vocab.Words,
-        vocab.BPE,
+        words.Words,
+        bpe.BPE,
     )
 }
 

@@ -13,7 +13,8 @@ from typing import Any
 
 from txl import checkpoint
 from txl.config import load_yaml, to_yaml
-from txl.data.encoding import Corpus, Split
+from txl.data.encoding import Split
+from txl.data.store import Corpus
 from txl.data.vocab import Vocabulary, fingerprint
 from txl.runtime import write_json, write_whole
 from txl.settings import TRAINED

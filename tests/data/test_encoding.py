@@ -16,7 +16,8 @@ from test_vocab import SCRAPPY, TRAINING
 from txl.data import parallel
 from txl.data import text as texts
 from txl.data.corpus import text_files
-from txl.data.encoding import SPLITS, Corpus, Split
+from txl.data.encoding import Split
+from txl.data.store import SPLITS, Corpus
 from txl.data.text import Part, Text
 from txl.data.vocab import BPE, Bytes, Characters, Words
 
@@ -306,6 +307,6 @@ def alive(pid):
 
 def test_processes_that_encode_do_without_torch():
     """Each would take a quarter of a gigabyte, and two seconds to start."""
-    program = "import sys, txl.data.encoding, txl.data.parallel, txl.data.vocab; print('torch' in sys.modules)"
+    program = "import sys, txl.data.store, txl.data.encoding, txl.data.parallel, txl.data.vocab; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, timeout=60)
     assert done.stdout == b"False\n"

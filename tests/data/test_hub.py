@@ -6,7 +6,7 @@ import pytest
 from conftest import ROOT, TINY, compose, in_process, refused
 
 from txl.config import build
-from txl.data.encoding import SPLITS
+from txl.data.store import SPLITS
 
 HUB_SPLITS = dict(zip(SPLITS, ("train", "validation", "test"), strict=True))
 

@@ -9,7 +9,7 @@ from test_vocab import authors_lines, authors_vocabulary
 from txl.config import build
 from txl.data import published
 from txl.data.corpus import text_files
-from txl.data.encoding import SPLITS
+from txl.data.store import SPLITS
 from txl.data.vocab import BPE, Bytes, Characters, Words
 
 KINDS = ["enwik8", "text8", "wikitext103", "wikitext2", "ptb", "lm1b"]

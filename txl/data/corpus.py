@@ -8,8 +8,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from txl.data.encoding import SPLITS, Corpus
 from txl.data.hub import Rows
+from txl.data.store import SPLITS, Corpus
 from txl.data.text import Part, Text, file_part, separator_bytes
 from txl.data.vocab import Vocabulary
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, BinaryIO
 
-from txl.data.encoding import cache_folder
+from txl.data.store import cache_folder
 from txl.data.text import Part, Text
 from txl.runtime import write_whole
 

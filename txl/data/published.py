@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from txl.data.corpus import check_max_bytes, cut_corpus
-from txl.data.encoding import SPLITS, Corpus
 from txl.data.hub import Rows
+from txl.data.store import SPLITS, Corpus
 from txl.data.text import Text, file_part
 from txl.data.vocab import Vocabulary, Words
 

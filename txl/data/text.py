@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+
 PIECE = 1 << 20  # bytes; part of what a token file's name stands for
 LONGEST = 16 * PIECE  # bytes without a place to cut at, after which any character is one
 
@@ -162,3 +164,26 @@ def file_part(path: Path, key: str, max_bytes: int | None = None, *, begins: boo
     if not status.st_size:
         raise ValueError(f"{key}: {path} is empty")
     return Part(path, 0, status.st_size if max_bytes is None else min(status.st_size, max_bytes), begins)
+
+
+def characters(text: bytes) -> str:
+    """A text read as UTF-8; a byte that is none counts as a character of its own (Python's surrogateescape)."""
+    return text.decode("utf-8", "surrogateescape")
+
+
+def utf8(text: str) -> bytes:
+    """Undoes `characters`."""
+    return text.encode("utf-8", "surrogateescape")
+
+
+def code_points(text: str) -> np.ndarray:
+    """The numbers of its characters."""
+    return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype=np.uint32)
+
+
+def character_sizes(text: bytes) -> np.ndarray:
+    """The bytes of each of its characters."""
+    points = code_points(characters(text))
+    escaped = (points >= 0xDC80) & (points <= 0xDCFF)
+    length = 1 + (points >= 0x80).astype(np.int64) + (points >= 0x800) + (points >= 0x10000)
+    return np.where(escaped, 1, length)
