@@ -111,3 +111,23 @@ def test_compile_trains_to_the_same_figures(options, tmp_path):
         figures.append(json.loads((path / "result.json").read_text())["test"]["nll"])
     assert figures[0] == pytest.approx(figures[1], rel=1e-4)
     assert figures[0] != figures[1]
+
+
+@pytest.mark.slow
+def test_compile_leaves_the_adaptive_layers_alone(tmp_path):
+    """Their sizes change with every batch: compiled, they would be compiled anew each time."""
+    import json
+
+    options = ["model/softmax=adaptive", "model.softmax.cutoffs=[40,80,120]", "data.max_bytes=6000", "steps=20"]
+    borders = ["data=text", "data.train=t.txt", "data.document_separator=\\n", "data.reset_at_document=true"]
+    (tmp_path / "t.txt").write_bytes(b"".join(b"line %d of many\n" % number for number in range(400)))
+    small = [one for one in TINY if not one.startswith(("steps", "data."))]
+    figures = []
+    for flag in ("true", "false"):
+        arguments = [f"name=compile_{flag}", f"compile={flag}", *small, *options, *borders]
+        outcome = command("train", *arguments, cwd=tmp_path, TORCH_LOGS="recompiles")
+        assert outcome.status == 0, outcome.stderr
+        assert "softmax.py" not in outcome.stderr
+        (path,) = (tmp_path / "outputs" / f"compile_{flag}").iterdir()
+        figures.append(json.loads((path / "result.json").read_text())["test"]["nll"])
+    assert figures[0] == pytest.approx(figures[1], rel=1e-4)
