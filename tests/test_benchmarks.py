@@ -1,0 +1,16 @@
+"""The benchmarks run; what they measure is for their readers."""
+
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+
+
+@pytest.mark.slow
+def test_the_benchmark_of_the_output_layer_prints_its_table():
+    sizes = ["--words", "300", "--width", "64", "--cutoffs", "50", "100", "200", "--tokens", "16", "--rounds", "1"]
+    command = [sys.executable, "-m", "benchmarks.output_layer", *sizes, "--targets", "uniform"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=True)
+    rows = [line.split(" | ")[0].removeprefix("| ") for line in done.stdout.splitlines()[2:]]
+    assert rows[:3] == ["ours, div_val 1", "ours, div_val 4", "ours, full softmax"] and len(rows) == 5
