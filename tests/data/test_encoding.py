@@ -310,3 +310,14 @@ def test_processes_that_encode_do_without_torch():
     program = "import sys, txl.data.store, txl.data.encoding, txl.data.parallel, txl.data.vocab; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, timeout=60)
     assert done.stdout == b"False\n"
+
+
+def test_what_a_killed_process_left_half_written_is_cleared_away_in_time():
+    Path("cache").mkdir()
+    for name, age in {".train-0-0.npy-old": 4000, ".train-0-0.npy-new": 10}.items():
+        half = Path("cache", name)
+        half.write_bytes(b"half")
+        os.utime(half, (time.time() - age, time.time() - age))
+    Path("t.txt").write_bytes(TEXT)
+    text_files(vocab=Bytes(), train="t.txt", cache_dir="cache").split("train", Bytes())
+    assert [path.name for path in Path("cache").glob(".*")] == [".train-0-0.npy-new"]

@@ -1,8 +1,10 @@
 """A corpus: three texts, their vocabulary, and the memory-mapped token files that they are encoded into, once."""
 
+import contextlib
 import hashlib
 import json
 import os
+import time
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -128,6 +130,7 @@ class Corpus:
 
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
+            _clear_away(path.parent)
             write_whole(path, write)
         except OSError as error:
             raise ValueError(f"cache_dir: cannot write {path.parent} ({error.strerror or error})") from error
@@ -184,6 +187,14 @@ def _load(path: Path, n_token: int, size: int) -> dict[str, np.ndarray] | None:
             if block.max() >= n_token or block.min() < 0:
                 return None
     return {"tokens": tokens, "starts": starts, "pieces": pieces}
+
+
+def _clear_away(folder: Path) -> None:
+    """Removes what processes that were killed left half-written: files that nobody has written to for an hour."""
+    for half in folder.glob(".*-*"):
+        with contextlib.suppress(OSError):
+            if time.time() - half.stat().st_mtime > 3600:
+                half.unlink()
 
 
 def _key(value: object) -> str:
