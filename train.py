@@ -43,6 +43,7 @@ def main(cfg) -> float:
         path, config = folder, runs.resumed_paths(folder, config, hydra_config.task_overrides() or [])
     changed = runs.differences(path, config)
     if (result := runs.result(path)) is not None and not changed:
+        runs.warn_of_another_text(config, result)
         return report(path, result)
     settings = Train(**arguments(config))
     parts = assemble(settings)

@@ -148,7 +148,7 @@ def test_an_empty_prompt_needs_a_newline_in_the_vocabulary():
 def test_a_prompt_with_characters_that_the_vocabulary_lacks_is_refused():
     vocab = Characters().fit([b"abc\n"])
     assert encode_prompt(vocab, b"cab").tolist() == [[4, 2, 3]]
-    with pytest.raises(ValueError, match=r"prompt: the checkpoint's vocabulary lacks '\\xe9', 'z'|'z', '\\xe9'"):
+    with pytest.raises(ValueError, match=r"prompt: the checkpoint's vocabulary lacks 'z', 'é'"):
         encode_prompt(vocab, "azé".encode())
 
 

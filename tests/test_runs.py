@@ -354,3 +354,17 @@ def test_several_processes_may_try_the_same_folder_at_once():
         for trial in [pool.submit(runs.make, Path("shared")) for _ in range(200)]:
             trial.result()
     assert os.listdir("shared") == []
+
+
+def test_a_finished_run_says_so_where_its_text_has_changed():
+    data = text_data(train=b"abc " * 300, valid=b"abc " * 20, test=b"cba " * 20)
+    arguments = ["name=changed", *data, *(one for one in TINY if not one.startswith("data."))]
+    first = in_process("train", *arguments)
+    assert first.status == 0, first.stderr
+    assert in_process("train", *arguments) == (0, first.stdout, "")
+    Path("test.txt").write_bytes(b"abd " * 20)
+    again = in_process("train", *arguments)
+    assert (again.status, again.stdout) == (0, first.stdout)
+    assert again.stderr == "warning: the text of data is not the one of the run's time; these are its old figures\n"
+    Path("test.txt").unlink()
+    assert "cannot be read any more (data.test: " in in_process("train", *arguments).stderr

@@ -126,7 +126,7 @@ def encode_prompt(vocab: Vocabulary, prompt: bytes) -> Int[Tensor, "1 _"]:
     """
     prompt = prompt or b"\n"
     if unknown := vocab.unknown(prompt):
-        names = ", ".join(map(ascii, unknown[:5])) + (" and more" if len(unknown) > 5 else "")
+        names = ", ".join(map(repr, unknown[:5])) + (" and more" if len(unknown) > 5 else "")
         if not isinstance(vocab, Words) or not vocab.takes_unknown:
             raise ValueError(f"prompt: the checkpoint's vocabulary lacks {names}")
         print(f"warning: prompt: the checkpoint's vocabulary lacks {names}", file=sys.stderr)

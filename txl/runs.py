@@ -191,6 +191,19 @@ def result(path: Path) -> dict[str, Any] | None:
         return None
 
 
+def warn_of_another_text(config: Mapping[str, Any], result: Mapping[str, Any]) -> None:
+    """Says so where the text is no longer the one that a finished run's figures are of; the hub is not asked."""
+    if config["data"].get("id") is not None and config["data"].get("path") is None:
+        return
+    try:
+        same = checkpoint.construct(config["data"], cache_dir=config["cache_dir"]).fingerprint() == result.get("corpus")
+        words = "is not the one of the run's time; these are its old figures"
+    except ValueError as error:
+        same, words = False, f"cannot be read any more ({error})"
+    if not same:
+        print(f"warning: the text of data {words}", file=sys.stderr)
+
+
 def make(path: Path, what: str = "name: the run's folder") -> None:
     """Makes the folder. Raises ValueError, beginning with `what`, if it cannot be made or written."""
     try:

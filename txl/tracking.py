@@ -222,9 +222,14 @@ class Display:
 
 
 def figures_table(figures: Mapping[str, Mapping[str, Any]], *, stderr: bool = False) -> None:
-    """Prints figures, a line each: nll, ppl, bits per byte, and the tokens that they are of."""
-    table = Table("", "nll", "ppl", "bits per byte", "tokens")
+    """Prints figures, a line each: nll, ppl, per word too where it is known, bits per byte, and the tokens that they are of."""
+    by_word = ["ppl_per_word"] if any("ppl_per_word" in one for one in figures.values()) else []
+    table = Table("", "nll", "ppl", *(name.replace("_", " ") for name in by_word), "bits per byte", "tokens")
     for name, one in figures.items():
-        ppl = "beyond 1e304" if one["ppl"] is None else f"{one['ppl']:.3f}" if one["ppl"] < 1e5 else f"{one['ppl']:.4g}"
-        table.add_row(name, f"{one['nll']:.4f}", ppl, f"{one['bits_per_byte']:.4f}", f"{one['tokens']:,}")
+        perplexities = [_rounded(one.get(key)) for key in ("ppl", *by_word)]
+        table.add_row(name, f"{one['nll']:.4f}", *perplexities, f"{one['bits_per_byte']:.4f}", f"{one['tokens']:,}")
     Console(stderr=stderr, highlight=False).print(table)
+
+
+def _rounded(ppl: float | None) -> str:
+    return "beyond 1e304" if ppl is None else f"{ppl:.3f}" if ppl < 1e5 else f"{ppl:.4g}"

@@ -139,7 +139,7 @@ def test_the_hash_is_that_of_the_texts():
 @pytest.mark.parametrize("key", ["reset_at_document", "shuffle_documents"])
 def test_what_is_done_with_documents_takes_some(key):
     files = write(train=b"abc def", valid=b"ab", test=b"cd")
-    for separator, hint in {None: "give data.document_separator", "|": "its separator is not in it"}.items():
+    for separator, hint in {None: "give data.document_separator", "|": "data.document_separator is not in it"}.items():
         corpus = corpora.text_files(vocab=Bytes(), document_separator=separator, **{key: True}, **files)
         with pytest.raises(ValueError, match=rf"^data\.{key}: the training text is one document; {hint}"):
             corpus.split("train", Bytes())

@@ -250,7 +250,7 @@ def test_several_processes_encode_as_one_does(vocab, in_parallel, capsys):
 
 def test_a_mistake_in_another_process_is_told_here(in_parallel):
     vocab = Words(unknown=None, words="<eos>\nthe")
-    with pytest.raises(ValueError, match=r"^data\.vocab\.unknown: training never showed the word 'cat'"):
+    with pytest.raises(ValueError, match=r"^data\.vocab\.unknown: the vocabulary lacks the word 'cat'"):
         corpus_of(vocab).split("train", vocab)
     assert multiprocessing.active_children() == []
     assert not list(Path("cache").iterdir())

@@ -119,7 +119,9 @@ class Corpus:
             for key in ("reset_at_document", "shuffle_documents"):
                 if getattr(self, key):
                     missing = (
-                        "give data.document_separator" if self._separator is None else "its separator is not in it"
+                        "give data.document_separator"
+                        if self._separator is None
+                        else "data.document_separator is not in it"
                     )
                     raise ValueError(f"data.{key}: the training text is one document; {missing}")
         return split

@@ -129,7 +129,7 @@ class Words:
         get, unknown = self._numbers.get, self._unknown
         tokens = self._tokens(text, closes)
         if unknown is None and (word := next((word for word in tokens if get(word) is None), None)) is not None:
-            raise ValueError(f"data.vocab.unknown: training never showed the word {word!a}, and there is no <unk>")
+            raise ValueError(f"data.vocab.unknown: the vocabulary lacks the word {word!r}, and a word for the unknown")
         return np.fromiter((get(word, unknown) for word in tokens), dtype=np.int64, count=len(tokens))
 
     def sizes(self, text: bytes, closes: bool = True) -> np.ndarray:
