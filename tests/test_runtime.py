@@ -93,8 +93,10 @@ def test_profile_writes_where_the_time_goes():
     outcome = in_process("train", *TINY, "profile=2")
     assert outcome.status == 0, outcome.stderr
     (path,) = Path("outputs/python_docs").iterdir()
-    assert "aten::baddbmm" in (path / "profile.txt").read_text()
-    assert (path / "profile.json").stat().st_size > 1000
+    assert (
+        "Self CPU time total" in (path / "profile.txt").read_text()
+    )  # the thirty dearest operators, whichever they are
+    assert "aten::baddbmm" in (path / "profile.json").read_text()
 
 
 @pytest.mark.slow
