@@ -368,3 +368,12 @@ def test_a_finished_run_says_so_where_its_text_has_changed():
     assert again.stderr == "warning: the text of data is not the one of the run's time; these are its old figures\n"
     Path("test.txt").unlink()
     assert "cannot be read any more (data.test: " in in_process("train", *arguments).stderr
+
+
+def test_a_resume_without_borders_between_documents_begins_with_no_memory_of_ended_ones():
+    lines = b"".join(b"%d, a line of its own\n" % number for number in range(60))
+    data = [*text_data(train=lines, valid=lines, test=lines), *DOCUMENTS[:2]]
+    assert in_process("train", "name=borders", *TINY, *data).status == 0
+    (path,) = Path("outputs/borders").iterdir()
+    outcome = in_process("train", f"resume={path}", "++data.reset_at_document=false", "steps=8")
+    assert outcome.status == 0, outcome.stderr

@@ -85,6 +85,10 @@ class Run:
         self.lanes.load_state_dict(state["lanes"])
         self.scaler.load_state_dict(state["scaler"])
         self.mems = None if state["mems"] is None else [memory.to(self.device) for memory in state["mems"]]
+        if self.mems and getattr(self.lanes, "borders", None) is None and any(m.isnan().any() for m in self.mems):
+            self.mems = (
+                None  # documents had borders when it was saved, and have none now: nothing would hide the ended ones
+            )
         torch.set_rng_state(state["rng"]["cpu"])
         if self.device.type == "cuda" and state["rng"]["device"] is not None:
             torch.cuda.set_rng_state(state["rng"]["device"], self.device)

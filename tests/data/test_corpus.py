@@ -166,3 +166,14 @@ def test_files_with_documents_train_from_the_command_line():
 def test_a_missing_file_is_one_line():
     line = refused(in_process("train", "data=text", "data.train=no*.txt", *TINY), "data.train")
     assert "no*.txt" in line
+
+
+def test_a_folders_name_is_no_pattern():
+    for folder in ("x[1]", "x1"):
+        Path(folder).mkdir()
+        Path(folder, "train.txt").write_bytes(b"abc")
+    Path("x1", "valid.txt").write_bytes(b"of another folder")
+    corpus = corpora.text_files(vocab=Bytes(), path="x[1]")
+    assert corpus.text("train").read() == b"abc"
+    with pytest.raises(ValueError, match=r"^data\.valid: cannot read x\[1\]/valid\.txt"):
+        corpus.text("valid")

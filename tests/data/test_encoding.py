@@ -314,10 +314,17 @@ def test_processes_that_encode_do_without_torch():
 
 def test_what_a_killed_process_left_half_written_is_cleared_away_in_time():
     Path("cache").mkdir()
-    for name, age in {".train-0-0.npy-old": 4000, ".train-0-0.npy-new": 10}.items():
+    ours = f".train-{'0' * 16}-{'f' * 16}.npy-"
+    ages = {
+        f"{ours}olderold": 90_000,
+        f"{ours}youngnew": 10,
+        ".git-credentials": 90_000,
+        ".pre-commit-config.yaml": 90_000,
+    }
+    for name, age in ages.items():
         half = Path("cache", name)
         half.write_bytes(b"half")
         os.utime(half, (time.time() - age, time.time() - age))
     Path("t.txt").write_bytes(TEXT)
     text_files(vocab=Bytes(), train="t.txt", cache_dir="cache").split("train", Bytes())
-    assert [path.name for path in Path("cache").glob(".*")] == [".train-0-0.npy-new"]
+    assert {path.name for path in Path("cache").glob(".*")} == ages.keys() - {f"{ours}olderold"}

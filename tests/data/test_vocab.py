@@ -454,3 +454,12 @@ def test_a_state_that_is_no_vocabulary_is_refused(state):
 def test_a_tokenizer_numbered_without_end_is_refused_before_room_is_made_for_it():
     with pytest.raises(ValueError, match=r"numbered up to 4,000,000,000"):
         from_state({"kind": "bpe", "tokenizer": tokenizer_json("holes")})
+
+
+def test_a_tokenizer_with_dropout_is_refused():
+    import json
+
+    tokenizer = json.loads(BPE(max_size=300).fit([b"the cat sat on the mat " * 20]).json)
+    tokenizer["model"]["dropout"] = 0.5
+    with pytest.raises(ValueError, match=r"^data\.vocab\.file: a tokenizer with dropout"):
+        BPE(tokenizer=json.dumps(tokenizer))

@@ -86,6 +86,10 @@ class BPE:
         described = json.loads(tokenizer.to_str())
         steps = described["pre_tokenizer"] or {}
         kinds = [step["type"] for step in steps.get("pretokenizers", [steps]) if step]
+        if described["model"].get("dropout"):
+            raise ValueError(
+                "data.vocab.file: a tokenizer with dropout gives other tokens each time; set it to null there"
+            )
         if described["model"]["type"] != "BPE" or "ByteLevel" not in kinds or described["normalizer"]:
             raise ValueError("data.vocab.file: only byte-level BPE without a normalizer gives the text back exactly")
         if missing := set(_byte_letters()) - tokenizer.get_vocab().keys():

@@ -102,7 +102,7 @@ def text_files(
     over, or can't be read.
     """
     check_max_bytes(max_bytes)
-    given: dict[str, str | list[str] | None] = {"train": train, "valid": valid, "test": test}
+    given: dict[str, str | list[str] | Path | None] = {"train": train, "valid": valid, "test": test}
     how = dict(
         vocab=vocab,
         document_separator=document_separator,
@@ -113,7 +113,7 @@ def text_files(
     if path is not None:
         if any(given.values()):
             raise ValueError("data.path: give either a folder or the files data.train, data.valid, data.test, not both")
-        given = {name: str(Path(path) / f"{name}.txt") for name in SPLITS}
+        given = {name: Path(path) / f"{name}.txt" for name in SPLITS}
     if train is not None and valid is None and test is None:
         find = _finder("train", train, document_separator, max_bytes)
         return cut_corpus(find, fractions=fractions, max_bytes=max_bytes, **how)
@@ -122,24 +122,26 @@ def text_files(
 
 
 def _finder(
-    split: str, files: str | list[str] | None, separator: str | None, max_bytes: int | None
+    split: str, files: str | list[str] | Path | None, separator: str | None, max_bytes: int | None
 ) -> Callable[[], Text]:
     def find() -> Text:
         if not files:
             raise ValueError(
                 f"data.{split}: no file given; give data.train, data.valid and data.test, or data.train alone to cut it"
             )
-        names = [name for pattern in ([files] if isinstance(files, str) else files) for name in _matching(pattern)]
+        names = [
+            name for pattern in ([files] if isinstance(files, (str, Path)) else files) for name in _matching(pattern)
+        ]
         parts = [file_part(Path(name), f"data.{split}") for name in names]
         return start(Text(separated(parts, separator)), max_bytes)
 
     return find
 
 
-def _matching(pattern: str) -> list[str]:
+def _matching(pattern: str | Path) -> list[str]:
     """The files that a pattern stands for, in the order of their names; itself where it is a file, or none matches."""
-    if os.path.exists(pattern):  # unlike Path's, never an OSError
-        return [pattern]
+    if isinstance(pattern, Path) or os.path.exists(pattern):  # a Path is no pattern; unlike Path's, never an OSError
+        return [str(pattern)]
     return sorted(name for name in glob.glob(pattern, recursive=True) if Path(name).is_file()) or [pattern]
 
 

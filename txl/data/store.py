@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import time
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -18,6 +19,7 @@ from txl.data.text import Piece, Text, separator_bytes
 from txl.data.vocab import BPE, Vocabulary, fingerprint, from_state
 
 SPLITS = ("train", "valid", "test")
+HALF = re.compile(r"\.(train|valid|test)-[0-9a-f]{16}-[0-9a-f]{16}(\.starts|\.pieces)?\.npy-\w{8}")
 FORM = 2  # of the token files; another number makes them all again
 
 
@@ -192,10 +194,11 @@ def _load(path: Path, n_token: int, size: int) -> dict[str, np.ndarray] | None:
 
 
 def _clear_away(folder: Path) -> None:
-    """Removes what processes that were killed left half-written: files that nobody has written to for an hour."""
+    """Removes what processes that were killed left half-written: files of our own names that nobody wrote to for a day."""
     for half in folder.glob(".*-*"):
         with contextlib.suppress(OSError):
-            if time.time() - half.stat().st_mtime > 3600:
+            ours = HALF.fullmatch(half.name) and half.is_file() and not half.is_symlink()
+            if ours and time.time() - half.stat().st_mtime > 24 * 3600:
                 half.unlink()
 
 
