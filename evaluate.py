@@ -32,7 +32,7 @@ def main(cfg) -> dict:
     other = {key: value for key, value in asked["data"].items() if key != "_target_" and value != TRAINED}
     data = runs.other_text(trained["data"], other, cfg.split)
     vocab = checkpoint.vocabulary(content)
-    corpus = checkpoint.construct(data, cache_dir=setting("cache_dir", trained["cache_dir"]))
+    corpus = checkpoint.construct(data, cache_dir=cfg.cache_dir)  # never a folder that a checkpoint names
     split = corpus.split(cfg.split, vocab)
     if not other and corpus.text_hash(cfg.split) != content["texts"].get(cfg.split):
         print(f"warning: the text of split={cfg.split} is not the one of the run's time", file=sys.stderr)

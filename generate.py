@@ -32,14 +32,16 @@ def main(cfg) -> list[bytes]:
     vocab = checkpoint.vocabulary(content)
     model = checkpoint.load_model(content).to(choose_device(asked.device))
     precision = trained["precision"] if asked.precision == TRAINED else asked.precision
+    corpus = checkpoint.construct(trained["data"], cache_dir=None)
+    encoder = corpus.encoder(vocab)
     reader = generation.Reader(
         model,
         context=trained["tgt_len"],
         n_token=vocab.n_token,
         precision=precision,
-        documents=checkpoint.construct(trained["data"], cache_dir=None).documents(vocab),
+        documents=generation.borders_for(encoder, corpus.reset_at_document),
     )
-    start = reader.read(generation.encode_prompt(vocab, prompt))
+    start = reader.read(generation.encode_prompt(encoder, prompt))
 
     output, texts = sys.stdout.buffer, []
     for sample in range(asked.num_samples):

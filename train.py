@@ -205,7 +205,7 @@ def finish(path: Path, parts: "Parts", settings: Train) -> dict:
         context=settings.tgt_len,
         n_token=parts.vocab.n_token,
         precision=settings.precision,
-        documents=parts.corpus.documents(parts.vocab),
+        documents=generation.borders_for(parts.corpus.encoder(parts.vocab), parts.corpus.reset_at_document),
     )
     start = reader.read(torch.from_numpy(parts.splits["test"].tokens[-SAMPLE_CONTEXT:].astype("int64"))[None])
     text = parts.vocab.decode(generation.generate(reader, start, sampling, generation.sample_seed(settings.seed, 0)))

@@ -138,6 +138,11 @@ def published_folder(kind: str, folder: Path) -> Path:
     return folder
 
 
+def run_files(path):
+    """What a run's folder holds."""
+    return {file.name: file.read_bytes() for file in path.iterdir() if file.name != ".lock"}
+
+
 def compose(*overrides: str, config_name: str = "train"):
     """A configuration, as the command line would make it."""
     return hydra_config.compose(config_name, list(overrides))

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from txl.data.encoding import Encoder, Split
-from txl.data.vocab import Bytes, Characters, Words
-from txl.generation import Reader, Sampling, encode_prompt, generate, sample_seed, until
+from txl.data.vocab import BPE, Bytes, Characters, Words
+from txl.generation import Reader, Sampling, borders_for, encode_prompt, generate, sample_seed, until
 
 MODELS = {
     "memory": ["model.memory.mem_len=40"],
@@ -137,19 +137,19 @@ def test_until_holds_back_no_more_than_it_must():
 
 
 def test_an_empty_prompt_is_a_newline():
-    assert encode_prompt(Bytes(), b"").tolist() == [[10]]
+    assert encode_prompt(Encoder(Bytes()), b"").tolist() == [[10]]
 
 
 def test_an_empty_prompt_needs_a_newline_in_the_vocabulary():
     with pytest.raises(ValueError, match=r"prompt: .* lacks '.n'"):
-        encode_prompt(Characters().fit([b"abc"]), b"")
+        encode_prompt(Encoder(Characters().fit([b"abc"])), b"")
 
 
 def test_a_prompt_with_characters_that_the_vocabulary_lacks_is_refused():
     vocab = Characters().fit([b"abc\n"])
-    assert encode_prompt(vocab, b"cab").tolist() == [[4, 2, 3]]
+    assert encode_prompt(Encoder(vocab), b"cab").tolist() == [[4, 2, 3]]
     with pytest.raises(ValueError, match=r"prompt: the checkpoint's vocabulary lacks 'z', 'é'"):
-        encode_prompt(vocab, "azé".encode())
+        encode_prompt(Encoder(vocab), "azé".encode())
 
 
 @pytest.mark.parametrize("overrides", [[], ["model/memory=none"]])
@@ -173,23 +173,59 @@ def test_where_memory_is_reset_a_new_document_forgets_the_old_one(overrides, con
         assert (plain.log_probs - alone.log_probs).abs().max() > 1e-3
 
 
-def test_documents_begin_where_training_marked_them():
-    for vocab, separator in [(Words(eos="<S>", eos_first=True), b"\n"), (Words(), b"\n"), (Bytes(), b"b\n")]:
-        text = b"a b\nc d\ne b\n"
-        fitted = vocab.fit([text])
-        encoder, split = Encoder(fitted, separator), Split.of("train", text, fitted, separator=separator)
-        tokens = split.tokens.tolist()
-        begins = [place for place in range(1, len(tokens)) if encoder.begins(tokens[:place], tokens[place])]
-        inside = [place for place in begins if place < len(tokens) - fitted.decode(tokens[-1:]).startswith(separator)]
-        assert inside == split.starts.tolist()[1:]
+@pytest.mark.parametrize(
+    ("vocab", "separator", "text"),
+    [
+        (Bytes(), b"\n\n", b"ab\n\n\ncd\n\nef"),
+        (Bytes(), b"aa", b"xaaay aaaa z"),
+        (Characters(), b"b\n", b"a b\nc d\ne b\n"),
+        (Words(), b"\n", b"a b\nc d\ne b\n"),
+        (Words(), b"\n\n", b"a\n\n\nb c\n\nd\n"),
+        (Words(), b"SEP\n", b"a SEP\nb\nc SEP\nd\n"),
+        (Words(eos="<S>", eos_first=True), b"\n", b"a b\nc d\ne b\n"),
+        (BPE(max_size=270), b"\n\n", b"the cat\n\nthe dog\n\n\nthe cat\n\nthe end"),
+        (BPE(max_size=270), b". ", b"the cat. the dog. the cat"),
+    ],
+)
+def test_documents_begin_where_training_marked_them(vocab, separator, text):
+    """In a text that is read token by token, and in a prompt, which has the tokens that training had."""
+    fitted = vocab.fit([text])
+    encoder, split = Encoder(fitted, separator), Split.of("train", text, fitted, separator=separator)
+    assert encoder.sees_borders
+    prompt = encode_prompt(encoder, text)
+    assert prompt[0].tolist() == split.tokens[: prompt.shape[1]].tolist()
+    reader = Reader(tiny_model(n_token=fitted.n_token), context=8, documents=encoder)
+    marks, document = [], ()
+    for token in prompt.split(1, dim=1):
+        mark, document = reader._starts(token, document)
+        marks.append(mark)
+    begins = torch.cat(marks, dim=1)[0].nonzero()[:, 0].tolist()
+    assert [place for place in begins if place] == [place for place in split.starts[1:] if place < prompt.shape[1]]
+    assert torch.equal(reader._starts(prompt, ())[0], torch.cat(marks, dim=1))
+
+
+@pytest.mark.parametrize(
+    ("vocab", "separator"),
+    [
+        (Bytes(newlines=False), b".\n"),
+        (Words(eos=None), b"\n"),
+        (Words(eos_first=True), b"\n\n"),
+        (Words(), b"NEVER\n"),
+    ],
+)
+def test_a_separator_that_the_vocabulary_cannot_show_is_warned_of(vocab, separator, capsys):
+    encoder = Encoder(vocab.fit([b"a b\nc"]), separator)
+    assert borders_for(encoder, resets=True) is None
+    assert capsys.readouterr().err.startswith("warning: the vocabulary has no token for data.document_separator")
+    assert borders_for(encoder, resets=False) is None and capsys.readouterr().err == ""
 
 
 def test_a_prompt_of_unknown_words_warns_or_is_refused(capsys):
     lenient = Words().fit([b"a b"])
-    assert encode_prompt(lenient, b"a z").tolist() == [lenient.encode(b"a z", False).tolist()]
+    assert encode_prompt(Encoder(lenient), b"a z").tolist() == [lenient.encode(b"a z", False).tolist()]
     assert capsys.readouterr().err == "warning: prompt: the checkpoint's vocabulary lacks 'z'\n"
     with pytest.raises(ValueError, match="prompt: the checkpoint's vocabulary lacks 'z'"):
-        encode_prompt(Words(unknown=None).fit([b"a b"]), b"a z")
-    assert encode_prompt(lenient, b"a b").shape == (1, 2)  # a prompt does not end its line
+        encode_prompt(Encoder(Words(unknown=None).fit([b"a b"])), b"a z")
+    assert encode_prompt(Encoder(lenient), b"a b").shape == (1, 2)  # a prompt does not end its line
     with pytest.raises(ValueError, match="prompt: holds nothing"):
-        encode_prompt(lenient, b"  ")
+        encode_prompt(Encoder(lenient), b"  ")

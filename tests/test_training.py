@@ -17,6 +17,7 @@ class GoldenLanes(Lanes):
     """The golden file's segments: its lanes do not share their border tokens."""
 
     def __init__(self, tokens, tgt_len):
+        self.borders = None
         self.tokens, self.tgt_len, self.position, self.epoch, self.lane_len = tokens, tgt_len, 0, 0, tokens.shape[1]
 
     def __next__(self):

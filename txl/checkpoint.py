@@ -1,6 +1,7 @@
 """Checkpoints: one file of plain tensors and values. What comes out of one is data from a stranger; nothing in it is executed."""
 
 import functools
+import inspect
 import json
 import shutil
 import warnings
@@ -138,8 +139,13 @@ def _config_problems(config: Mapping[str, Any]) -> Iterator[str]:
     """What is wrong with the parts of a stored configuration that are used: names are looked up in our table alone."""
     yield from signature.call_problems(Train, {**config, "_target_": "Train"}, "")
     for group, classes in {"eval": {"txl.settings.Evaluation": Evaluation}, "model": CLASSES, "data": CLASSES}.items():
-        if config[group].get("_target_") is None:
-            yield f"{group}._target_: missing"
+        made_by = classes.get(str(config[group].get("_target_")))
+        if (
+            made_by is None
+            or (group == "model") != (made_by is TransformerXL)
+            or (group == "data") != inspect.isfunction(made_by)
+        ):
+            yield f"{group}._target_: missing, or no {group}"
         yield from signature.problems(config[group], group, classes.__getitem__)
     if not isinstance(config["model"]["n_token"], int) or config["tgt_len"] < 1:
         yield "model.n_token or tgt_len: not filled in"

@@ -9,7 +9,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from txl.data.encoding import Encoder
-from txl.data.vocab import Vocabulary, Words
+from txl.data.text import Piece
+from txl.data.vocab import Words
 from txl.runtime import autocast
 
 
@@ -59,9 +60,9 @@ class Read:
 
     log_probs: Float[Tensor, "v"]
     mems: list[Float[Tensor, "1 _ m"]]
-    recent: Int[
-        Tensor, "1 _"
-    ]  # the last tokens: without a memory all that the next one sees, else where a document ends
+    recent: Int[Tensor, "1 _"]  # without a memory the last tokens, which are all that the next one sees
+    starts: Bool[Tensor, "1 _"] | None = None  # where documents begin in them
+    document: tuple[int, ...] = ()  # the last tokens of the document that is being read, as many as a separator has
 
 
 class Reader:
@@ -86,29 +87,33 @@ class Reader:
     @torch.inference_mode()
     def read(self, tokens: Int[Tensor, "1 _"], after: Read | None = None) -> Read:
         """Reads one token or more, in segments of at most `context`, after what was read before."""
-        before = tokens[:, :0].cpu() if after is None else after.recent
-        recent = torch.cat([before, tokens.cpu()], dim=1)
-        kept = 0 if self.documents is None else len(self.documents.separator)
-        starts = None if self.documents is None else self._starts(recent, kept)
+        tokens, after = tokens.cpu(), after or Read(torch.empty(0), [], tokens[:, :0].cpu())
+        starts, document = self._starts(tokens, after.document)
         if self.model.memory.mem_len is None:
-            recent, starts = recent[:, -self.context :], None if starts is None else starts[:, -self.context :]
+            recent = torch.cat([after.recent, tokens], dim=1)[:, -self.context :]
+            if starts is not None and after.starts is not None:
+                starts = torch.cat([after.starts, starts], dim=1)
+            starts = None if starts is None else starts[:, -self.context :]
             log_probs, mems = self._forward(recent, None, starts)
         else:
-            mems = after.mems if after else None
-            for place in range(before.shape[1], recent.shape[1], self.context):
+            recent, mems = tokens[:, :0], after.mems
+            for place in range(0, tokens.shape[1], self.context):
                 segment = slice(place, place + self.context)
                 marks = None if starts is None else starts[:, segment]
-                log_probs, mems = self._forward(recent[:, segment], mems, marks)
-            recent = recent[:, max(0, recent.shape[1] - kept) :]
-        return Read(log_probs=log_probs[0, -1, : self.n_token], mems=mems, recent=recent)
+                log_probs, mems = self._forward(tokens[:, segment], mems, marks)
+        return Read(log_probs[0, -1, : self.n_token], mems, recent, starts, document)
 
-    def _starts(self, tokens: Int[Tensor, "1 i"], kept: int) -> Bool[Tensor, "1 i"]:
-        """Where documents begin; the last `kept` tokens before a place tell."""
-        numbers = tokens[0].tolist()
-        begins = (
-            self.documents.begins(numbers[max(0, place - kept) : place], number) for place, number in enumerate(numbers)
-        )
-        return torch.tensor([list(begins)])
+    def _starts(
+        self, tokens: Int[Tensor, "1 i"], document: tuple[int, ...]
+    ) -> tuple[Bool[Tensor, "1 i"] | None, tuple[int, ...]]:
+        """Which tokens begin a document, after the end of the one before, and the end of the last one."""
+        if self.documents is None:
+            return None, ()
+        marks, kept = [], len(self.documents.separator)
+        for number in tokens[0].tolist():
+            marks.append(self.documents.begins(document, number))
+            document = (number,) if marks[-1] else (*document, number)[-kept:]
+        return torch.tensor([marks]), document
 
     def _forward(
         self, tokens: Int[Tensor, "1 i"], mems: list[Tensor] | None, starts: Bool[Tensor, "1 i"] | None
@@ -118,19 +123,31 @@ class Reader:
             return self.model(tokens.to(self.device), mems, starts=starts)
 
 
-def encode_prompt(vocab: Vocabulary, prompt: bytes) -> Int[Tensor, "1 _"]:
-    """The prompt's tokens; an empty prompt is a newline.
+def borders_for(encoder: Encoder, resets: bool) -> Encoder | None:
+    """What tells a `Reader` where documents begin, for a model whose memory was reset there; warns where nothing can."""
+    if not resets or encoder.separator is None:
+        return None
+    if not encoder.sees_borders:
+        print(
+            "warning: the vocabulary has no token for data.document_separator: memory goes on past it", file=sys.stderr
+        )
+        return None
+    return encoder
+
+
+def encode_prompt(encoder: Encoder, prompt: bytes) -> Int[Tensor, "1 _"]:
+    """The prompt's tokens, document by document as in training; an empty prompt is a newline.
 
     Raises ValueError for characters that the vocabulary lacks, and for words where it has none for the unknown; else it
     warns of them.
     """
-    prompt = prompt or b"\n"
+    prompt, vocab = prompt or b"\n", encoder.vocab
     if unknown := vocab.unknown(prompt):
         names = ", ".join(map(repr, unknown[:5])) + (" and more" if len(unknown) > 5 else "")
         if not isinstance(vocab, Words) or not vocab.takes_unknown:
             raise ValueError(f"prompt: the checkpoint's vocabulary lacks {names}")
         print(f"warning: prompt: the checkpoint's vocabulary lacks {names}", file=sys.stderr)
-    tokens = vocab.encode(prompt, False).astype("int64")
+    tokens = encoder(Piece(prompt, begins=True, closes=False)).tokens.astype("int64")
     if not len(tokens):
         raise ValueError("prompt: holds nothing that the checkpoint's vocabulary knows")
     return torch.from_numpy(tokens)[None]

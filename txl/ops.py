@@ -162,6 +162,7 @@ class _LinearNLL(torch.autograd.Function):
         return total - target_logit
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Float[Tensor, "n"]) -> tuple[Tensor | None, ...]:
         """The gradient of a logit is p(word) - [word is the target]: made of the logits, used and dropped chunk by chunk."""
         hidden, weight, bias, targets, total, *kept = ctx.saved_tensors

@@ -110,7 +110,7 @@ class Evaluate:
     out: str | None
     device: str
     precision: Precision | Trained
-    cache_dir: str | None | Trained
+    cache_dir: str | None
     data: dict
 
     def __post_init__(self):

@@ -85,7 +85,7 @@ class Run:
         self.lanes.load_state_dict(state["lanes"])
         self.scaler.load_state_dict(state["scaler"])
         self.mems = None if state["mems"] is None else [memory.to(self.device) for memory in state["mems"]]
-        if self.mems and getattr(self.lanes, "borders", None) is None and any(m.isnan().any() for m in self.mems):
+        if self.mems and self.lanes.borders is None and any(memory.isnan().any() for memory in self.mems):
             self.mems = (
                 None  # documents had borders when it was saved, and have none now: nothing would hide the ended ones
             )

@@ -11,7 +11,7 @@ import pytest
 from conftest import ROOT
 from hypothesis import given
 from hypothesis import strategies as st
-from test_vocab import SCRAPPY, TRAINING
+from scraps import SCRAPPY, TRAINING
 
 from txl.data import parallel
 from txl.data import text as texts
@@ -145,9 +145,9 @@ def test_a_text_that_changes_while_it_is_read_is_refused(other):
     again = text_files(vocab=Words(min_freq=2), train="t.txt", valid="t.txt", test="t.txt", cache_dir="cache")
     again._hashes, again._texts = corpus._hashes, corpus._texts  # as if it had changed just now
     if not other.startswith(b"abcdef abc"):  # what was added is not read
-        with pytest.raises(ValueError, match=r"^data\.train: the text changed while it was read"):
+        with pytest.raises(ValueError, match=r"^data[^ ]*: .*the text changed while it was read"):
             corpus.split("train", vocab)
-        with pytest.raises(ValueError, match=r"^data\.train: the text changed while it was read"):
+        with pytest.raises(ValueError, match=r"^data[^ ]*: .*the text changed while it was read"):
             again.vocabulary()
         assert len(list(Path("cache").iterdir())) == 1
     else:

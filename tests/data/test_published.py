@@ -4,7 +4,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import TINY, compose, in_process, published_folder, refused
-from test_vocab import authors_lines, authors_vocabulary
+from test_words import authors_lines, authors_vocabulary
 
 from txl.config import build
 from txl.data import published

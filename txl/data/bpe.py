@@ -1,16 +1,18 @@
 """Byte-pair encoding: tokens that are learned, and exact in both directions."""
 
+import contextlib
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from txl.data.text import characters, utf8
+from txl.data.text import PIECE, characters, utf8
 
+STRETCH = re.compile(f"([^\udc80-\udcff]{{0,{2 * PIECE}}})([\udc80-\udcff]*)")
 LONG_WORD = re.compile(r"\S{1000}(?=\S)|\s{1000}(?=\s)")
 
 
@@ -53,10 +55,8 @@ class BPE:
     def _tokenizer(self) -> Any:
         from tokenizers import Tokenizer
 
-        try:
+        with _told("no tokenizer.json that can be read"):
             tokenizer = Tokenizer.from_str(self.json)
-        except Exception as error:  # the library raises a bare Exception
-            raise ValueError(f"data.vocab.file: no tokenizer.json that can be read ({error})") from error
         tokenizer.no_truncation()
         tokenizer.no_padding()
         return tokenizer
@@ -79,10 +79,7 @@ class BPE:
         return texts
 
     def _check(self) -> None:
-        tokenizer, _ = (
-            self._tokenizer,
-            self._texts,
-        )  # the latter before to_str(), which takes its time over high numbers
+        tokenizer, n_token = self._tokenizer, self.n_token  # the latter refuses high numbers, which to_str() would list
         described = json.loads(tokenizer.to_str())
         steps = described["pre_tokenizer"] or {}
         kinds = [step["type"] for step in steps.get("pretokenizers", [steps]) if step]
@@ -93,7 +90,7 @@ class BPE:
         if described["model"]["type"] != "BPE" or "ByteLevel" not in kinds or described["normalizer"]:
             raise ValueError("data.vocab.file: only byte-level BPE without a normalizer gives the text back exactly")
         if missing := set(_byte_letters()) - tokenizer.get_vocab().keys():
-            raise ValueError(f"data.vocab.file: the tokenizer lacks {len(missing)} of the 256 bytes")
+            raise ValueError(f"data.vocab.file: the {n_token:,} tokens lack {len(missing)} of the 256 bytes")
 
     @property
     def n_token(self) -> int:
@@ -116,9 +113,11 @@ class BPE:
             return self
         if self.file is not None:
             try:
-                return BPE(tokenizer=Path(self.file).read_text("utf-8"))
+                described = Path(self.file).read_text("utf-8")
             except (OSError, UnicodeDecodeError) as error:
-                raise ValueError(f"data.vocab.file: cannot read {self.file} ({error})") from error
+                words = getattr(error, "strerror", None) or "not UTF-8"
+                raise ValueError(f"data.vocab.file: cannot read {self.file} ({words})") from error
+            return BPE(tokenizer=described)
         tokenizer = Tokenizer(models.BPE())
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         tokenizer.decoder = decoders.ByteLevel()
@@ -136,7 +135,8 @@ class BPE:
         """The token numbers. Raises ValueError if they would not give the text back."""
         numbers = []
         for valid, stray in _stretches(text):
-            numbers += self._tokenizer.encode(valid, add_special_tokens=False).ids if valid else []
+            with _told("the tokenizer fails on this text"):
+                numbers += self._tokenizer.encode(valid, add_special_tokens=False).ids if valid else []
             numbers += [self._byte_numbers[byte] for byte in stray]
         if b"".join(map(self._texts.__getitem__, numbers)) != text:
             raise ValueError("data.vocab.file: this tokenizer does not give the text back; only byte-level BPE does")
@@ -185,6 +185,17 @@ class BPE:
 
 
 def _stretches(text: bytes) -> Iterable[tuple[str, bytes]]:
-    """The text as stretches of UTF-8, each with the stray bytes that follow it."""
-    for match in re.finditer("([^\udc80-\udcff]*)([\udc80-\udcff]*)", characters(text)):
+    """The text as stretches of UTF-8, each with the stray bytes that follow it; none so long that it takes much memory."""
+    for match in STRETCH.finditer(characters(text)):
         yield match[1], utf8(match[2])
+
+
+@contextlib.contextmanager
+def _told(what: str) -> Iterator[None]:
+    """Turns the library's ways to fail into one ValueError: a bare Exception, or a panic, which is none."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        raise ValueError(f"data.vocab.file: {what} ({' '.join(str(error).split())[:200]})") from error

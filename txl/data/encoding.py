@@ -2,11 +2,11 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 
-from txl.data.text import Piece, Text
+from txl.data.text import Piece, Text, characters
 from txl.data.vocab import Vocabulary, Words
 
 
@@ -46,16 +46,29 @@ class Encoder:
         before = (len(tokens), len(piece.text), len(piece.text) - dropped, words(piece), int(piece.closes))
         return Encoded(tokens, borders[int(not piece.begins) : -1], before)
 
-    def begins(self, before: Sequence[int], token: int) -> bool:
-        """Whether a token begins a document, after the tokens before it (the last few are enough)."""
+    @property
+    def sees_borders(self) -> bool:
+        """Whether the tokens alone tell where a document begins; not where the vocabulary has none for the separator."""
         if self.separator is None:
             return False
         if isinstance(self.vocab, Words):
             if self.vocab.eos_first:
+                return self.separator == b"\n"
+            return bool(self._ending) and not self.vocab.unknown(self.separator)
+        return getattr(self.vocab, "newlines", True) or b"\n" not in self.separator
+
+    @cached_property
+    def _ending(self) -> list[int]:
+        """The tokens that a document of words ends with."""
+        return self.vocab.encode(self.separator, False).tolist()
+
+    def begins(self, document: Sequence[int], token: int) -> bool:
+        """Whether a token begins a document, after the tokens of the one before it (the last few are enough)."""
+        if isinstance(self.vocab, Words):
+            if self.vocab.eos_first:
                 return self.vocab.decode([token]) == self.separator
-            ending = self.vocab.encode(self.separator, False).tolist()
-            return list(before[-len(ending) :]) == ending
-        return self.vocab.decode(before[-len(self.separator) :]).endswith(self.separator)
+            return list(document[-len(self._ending) :]) == self._ending
+        return self.vocab.decode(document[-len(self.separator) :]).endswith(self.separator)
 
     def sizes(self, piece: Piece) -> np.ndarray:
         """The bytes that each token of the piece stands for."""
@@ -98,7 +111,7 @@ class Tables:
 
 def words(piece: Piece) -> int:
     """The whitespace-separated words of a text and its line ends: what a word-level model predicts."""
-    text = piece.text.decode("utf-8", "surrogateescape")
+    text = characters(piece.text)
     returns = text.count("\r") - text.count("\r\n")
     unended = piece.closes and text[-1:] not in ("\n", "\r", "")
     return len(text.split()) + text.count("\n") + returns + unended
@@ -167,5 +180,9 @@ class Split:
         return before + (size if column == 2 else words(Piece(text[:size], begins=False, closes=False)))
 
     def _read_piece(self, row: int) -> tuple[np.ndarray, bytes]:
+        """The bytes of each token of a piece, and its text. Raises ValueError if that is no longer what was encoded."""
         text = self.text.read(*map(int, self._pieces[row : row + 2, 1]))
-        return self.encoder.sizes(Piece(text, begins=False, closes=bool(self._pieces[row + 1, 4]))), text
+        sizes = self.encoder.sizes(Piece(text, begins=False, closes=bool(self._pieces[row + 1, 4])))
+        if len(sizes) != self._pieces[row + 1, 0] - self._pieces[row, 0]:
+            raise ValueError(f"data.{self.name}: the text changed since it was encoded")
+        return sizes, text

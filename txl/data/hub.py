@@ -5,6 +5,7 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, BinaryIO
 
 from txl.data.store import cache_folder
@@ -33,9 +34,9 @@ class Rows:
 
     def load(self) -> Any:
         """The `datasets.Dataset`. Raises ValueError in one line, however the library chooses to fail."""
-        given = {"name": self.config, "revision": self.revision}
+        given: dict[str, Any] = {"name": self.config, "revision": None if Path(self.id).is_dir() else self.revision}
         if self.files is not None:
-            given = {"data_files": {self.split.partition("[")[0]: self.files}, "revision": self.revision}
+            given = {**given, "name": None, "data_files": {self.split.partition("[")[0]: self.files}}
         try:
             rows = _library().load_dataset(self.id, split=self.split, **given)
         except Exception as error:  # no network, no such data set, a script, a broken file: each has its own class

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from txl.data.corpus import check_max_bytes, cut_corpus
 from txl.data.hub import Rows
 from txl.data.store import SPLITS, Corpus
-from txl.data.text import Text, file_part
+from txl.data.text import Text, characters, file_part, utf8
 from txl.data.vocab import Vocabulary, Words
 
 CUT = [0.9, 0.05, 0.05]  # of 100,000,000 bytes: 90, 5 and 5 MB
@@ -120,7 +120,7 @@ def enwik8(
         id=id,
         split="train",
         column="text",
-        revision=PARQUET if not Path(id).is_dir() else None,
+        revision=PARQUET,
         files="enwik8-raw/train/*.parquet",
         otherwise=_without_network("enwik8"),
     )
@@ -225,10 +225,10 @@ def _three_texts(
 
 def _letters(text: Text) -> Text:
     """Penn Treebank by characters, from its words or from the file that has them apart: a line of plain text a sentence."""
-    lines = text.read().decode("utf-8", "surrogateescape").removeprefix("\ufeff").removesuffix("\n").split("\n")
+    lines = characters(text.read()).removeprefix("\ufeff").removesuffix("\n").split("\n")
     apart = all(len(symbol) == 1 for symbol in " ".join(lines[:20]).split())
     plain = ("".join(line.split()).replace("_", " ") if apart else " ".join(line.split()) for line in lines)
-    return Text.of("".join(f"{line}\n" for line in plain).encode("utf-8", "surrogateescape"))
+    return Text.of(utf8("".join(f"{line}\n" for line in plain)))
 
 
 def _sentence(row: str) -> str:
@@ -257,7 +257,7 @@ def penn_treebank(
                 id=id,
                 split="validation" if split == "valid" else split,
                 column="sentence",
-                revision=PARQUET if not Path(id).is_dir() else None,
+                revision=PARQUET,
                 files=f"penn_treebank/{'validation' if split == 'valid' else split}/*.parquet",
                 otherwise=_without_network("ptb.train.txt, ptb.valid.txt, ptb.test.txt"),
             )
@@ -288,6 +288,7 @@ def billion_words(
     id: str = "billion-word-benchmark/lm1b",
     max_bytes: int | None = None,
     verify: bool = True,
+    document_separator: str = "\n",
     reset_at_document: bool = False,
     shuffle_documents: bool = True,
     cache_dir: str | None = None,
@@ -307,8 +308,7 @@ def billion_words(
             otherwise = _without_network(f"{root}, or train.txt, valid.txt and test.txt")
             source, part = ("train", "train") if split == "train" else ("test", "test[:2%]")
             files = f"plain_text/{source}/*.parquet"
-            revision = PARQUET if not Path(id).is_dir() else None
-            rows = Rows(id=id, split=part, column="text", revision=revision, files=files, otherwise=otherwise)
+            rows = Rows(id=id, split=part, column="text", revision=PARQUET, files=files, otherwise=otherwise)
             return rows.text(cache_dir, written=_line, max_bytes=max_bytes)
         if (plain := _found(path, [f"{split}.txt"])) is not None:
             return Text([file_part(plain, "data.path")])
@@ -334,7 +334,7 @@ def billion_words(
         max_bytes=max_bytes,
         vocab=vocab,
         n_token={},
-        document_separator="\n",
+        document_separator=document_separator,
         reset_at_document=reset_at_document,
         shuffle_documents=shuffle_documents,
         cache_dir=cache_dir,

@@ -70,9 +70,9 @@ class Corpus:
         """The sha256 over the three texts."""
         return hashlib.sha256(" ".join(map(self.text_hash, SPLITS)).encode()).hexdigest()
 
-    def documents(self, vocab: Vocabulary) -> Encoder | None:
-        """What tells where a document begins in new text, where memory is reset there."""
-        return Encoder(vocab, self._separator) if self.reset_at_document and self._separator is not None else None
+    def encoder(self, vocab: Vocabulary) -> Encoder:
+        """What turns text into tokens, document by document."""
+        return Encoder(vocab, self._separator)
 
     def vocabulary(self) -> Vocabulary:
         """The vocabulary, fitted to the training text; found again if text and options are those it was made of."""
@@ -80,13 +80,13 @@ class Corpus:
             return self._vocab.fit([])
         texts = [self.text(split) for split in self._vocab_splits]
         hashes = [self.text_hash(split) for split in self._vocab_splits]
-        encoder = Encoder(self._vocab, self._separator)
+        encoder = self.encoder(self._vocab)
         known = [FORM, self._vocab.state(), hashes, encoder.how, [text.layout() for text in texts]]
         path = self.cache_dir / f"vocab-{_key(known)}.json"
-        try:
-            return from_state(json.loads(path.read_text()))
-        except (OSError, ValueError, AttributeError):  # none yet, or half of one
-            pass
+        with contextlib.suppress(OSError, ValueError, RecursionError):  # none yet, or half of one
+            found = from_state(json.loads(path.read_text()))
+            if isinstance(found, type(self._vocab)):
+                return found
         size = sum(text.size for text in texts)
         with progress("reading the vocabulary", size) as advance:
 
@@ -102,7 +102,7 @@ class Corpus:
 
     def split(self, name: str, vocab: Vocabulary) -> Split:
         """The split's tokens, from their file if text and vocabulary are those it was made of, else encoded into it."""
-        text, encoder = self.text(name), Encoder(vocab, self._separator)
+        text, encoder = self.text(name), self.encoder(vocab)
         how = _key([FORM, fingerprint(vocab), encoder.how, text.layout()])
         path = self.cache_dir / f"{name}-{self.text_hash(name)[:16]}-{how}.npy"
         if (found := _load(path, vocab.n_token, text.size)) is None:

@@ -27,16 +27,19 @@ class Part:
         return self.stop - self.start
 
     def read(self, start: int, stop: int) -> bytes:
-        """Bytes start, ..., stop - 1 of the part. Raises ValueError for a file that is no longer there."""
+        """Bytes start, ..., stop - 1 of the part. Raises ValueError for a file that is no longer there, or has grown shorter."""
         start, stop = self.start + start, min(self.start + stop, self.stop)
         if isinstance(self.source, bytes):
             return self.source[start:stop]
         try:
             with open(self.source, "rb") as file:
                 file.seek(start)
-                return file.read(stop - start)
+                found = file.read(stop - start)
         except OSError as error:
             raise ValueError(f"data: cannot read {self.source} any more ({error.strerror})") from error
+        if len(found) < stop - start:
+            raise ValueError(f"data: {self.source} is shorter than it was; the text changed while it was read")
+        return found
 
 
 @dataclass(frozen=True)
@@ -146,12 +149,10 @@ def separator_bytes(separator: str | None) -> bytes | None:
         raise ValueError("data.document_separator: must not be empty; null is none")
     if separator is None:
         return None
-    return re.sub(r"\\([ntr])", lambda match: {"n": "\n", "t": "\t", "r": "\r"}[match[1]], separator).encode(
-        "utf-8", "surrogateescape"
-    )
+    return utf8(re.sub(r"\\([ntr])", lambda match: {"n": "\n", "t": "\t", "r": "\r"}[match[1]], separator))
 
 
-def file_part(path: Path, key: str, max_bytes: int | None = None, *, begins: bool = True) -> Part:
+def file_part(path: Path, key: str, *, begins: bool = True) -> Part:
     """A file as a part. Raises ValueError, naming the key, for one that is missing, unreadable, empty or no file."""
     try:
         status = os.stat(path)
@@ -163,7 +164,7 @@ def file_part(path: Path, key: str, max_bytes: int | None = None, *, begins: boo
         raise ValueError(f"{key}: cannot read {path} ({error.strerror})") from error
     if not status.st_size:
         raise ValueError(f"{key}: {path} is empty")
-    return Part(path, 0, status.st_size if max_bytes is None else min(status.st_size, max_bytes), begins)
+    return Part(path, 0, status.st_size, begins)
 
 
 def characters(text: bytes) -> str:

@@ -153,7 +153,7 @@ def from_state(state: Any) -> Vocabulary:
         if wrong := next(call_problems(KINDS[kind], given, ""), None):
             raise ValueError(wrong[:200])
         vocab = KINDS[kind](**given)
-    except (TypeError, AttributeError, KeyError, ValueError) as error:
+    except (TypeError, AttributeError, KeyError, ValueError, RecursionError) as error:
         raise ValueError(f"checkpoint: its vocabulary is damaged ({error})") from error
     if not vocab.fitted or vocab.n_token < 1:
         raise ValueError(f"checkpoint: its vocabulary holds no {kind}")
