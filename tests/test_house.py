@@ -7,7 +7,7 @@ import sys
 from conftest import ROOT
 
 ORDER = [
-    ["txl.signature", "txl.settings", "txl.ops"],
+    ["txl.signature", "txl.settings", "txl.tiles", "txl.ops", "txl.losses"],
     ["txl.layers"],
     ["txl.model"],
     ["txl.data", "txl.optim", "txl.runtime"],

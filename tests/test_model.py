@@ -57,7 +57,7 @@ def test_with_same_length_a_query_sees_exactly_mem_len_keys(span):
     memory = torch.randn(1, span, 16, dtype=torch.float64)
     context = torch.cat([memory, hidden], dim=1).requires_grad_()
     encoding = model.layers[0].attention.position.encode(9 + span, hidden)
-    out = model.layers[0](context[:, span:], context[:, :span], encoding)
+    out = model.layers[0](context[:, span:], context[:, :span], encoding, reach=span - 1)
     for i in range(9):
         (gradient,) = torch.autograd.grad(out[0, i].sum(), context, retain_graph=True)
         touched = gradient[0].abs().sum(-1).nonzero().flatten().tolist()
@@ -157,7 +157,7 @@ def test_one_dropout_mask_falls_on_the_distances_of_all_layers(tokens):
     model = tiny_model("model.dropout=0.5").train()
     seen = []
     for layer in model.layers:
-        layer.attention.position.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[1]))
+        layer.attention.position.r_net.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
     model(tokens)
     assert seen[0].ndim == 2 and torch.equal(seen[0], seen[1])
     assert 0.3 < (seen[0] == 0).float().mean() < 0.7

@@ -1,11 +1,12 @@
 import math
+from functools import partial
 
 import pytest
 import torch
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
-from txl import ops
+from txl import ops, tiles
 
 
 def test_relative_shift_equals_a_double_loop():
@@ -54,197 +55,191 @@ def test_clamped_distances_are_all_alike():
     assert torch.equal(clamped[5:], free[5:])
 
 
-@pytest.mark.parametrize("span", [None, 1, 4, 9])
-def test_hidden_keys_by_hand(span):
-    hidden = ops.hidden_keys(range(5, 8), range(2, 8), span)
-    for row, query in enumerate(range(5, 8)):
-        for column, key in enumerate(range(2, 8)):
-            seen = key <= query and (span is None or query - key < span)
-            assert hidden[row, column] == (not seen)
+@pytest.mark.parametrize("reach", [None, 0, 3, 8])
+@pytest.mark.parametrize("stair", [1, 2, 5])
+def test_hidden_keys_by_hand(reach, stair):
+    hidden = ops.hidden_keys(range(3, 9), range(2, 12), memory=4, reach=reach, stair=stair)
+    for row, query in enumerate(range(3, 9)):
+        for column, key in enumerate(range(2, 12)):
+            oldest = -math.inf if reach is None else query // stair * stair - reach
+            assert hidden[row, column] == (not oldest <= key - 4 <= query)
 
 
-@pytest.mark.parametrize("span", [None, 1, 5, 40])
-@pytest.mark.parametrize(("i_len", "memory"), [(1, 0), (1, 7), (7, 3), (13, 0), (13, 30)])
-def test_attention_by_tiles_equals_the_plain_form(i_len, memory, span):
-    """Against softmax over all keys at once, with the bias read entry by entry."""
-    h, b, d, j_len = 2, 3, 4, memory + i_len
-    torch.manual_seed(0)
-    q, k, v = (torch.randn(h, b, n, d, dtype=torch.float64) for n in (i_len, j_len, j_len))
-    table = torch.randn(h, b, i_len, j_len, dtype=torch.float64)
-    scores = torch.einsum("hbid,hbjd->hbij", q, k) + table
-    for i in range(i_len):
-        for j in range(j_len):
-            distance = memory + i - j
-            if distance < 0 or (span is not None and distance >= span):
-                scores[:, :, i, j] = -torch.inf
-    plain = scores.softmax(-1) @ v
+def parts_of_attention(i_len, memory, b=1, h=2, d=4, dtype=torch.float64):
+    """Query, key, value, by_distance and r, which want gradients."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(h, b, i_len, d), (h, b, memory + i_len, d), (h, b, memory + i_len, d), (h, b, i_len, d)]
+    parts = [torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    parts.append(torch.randn(h, memory + i_len + 1, d, generator=generator, dtype=torch.float64))
+    parts[0], parts[3] = parts[0] / 2, parts[3] / 2
+    return [part.to(dtype).requires_grad_() for part in parts]
 
-    def bias(queries, keys):
-        return table[:, :, queries.start : queries.stop, keys.start : keys.stop]
 
-    for tile in (1, 4, 128):
-        tiled = ops.attention(q, k, v, bias, span=span, tile=tile)
-        torch.testing.assert_close(tiled, plain, rtol=0, atol=1e-12)
+def plain_attention(query, key, value, by_distance=None, r=None, *, reach=None, stair=1, documents=None, factor=None):
+    """The slow twin: all queries and keys at once, each r looked up by its distance."""
+    i_len, j_len = query.shape[2], key.shape[2]
+    memory = j_len - i_len
+    scores = torch.einsum("hbid,hbjd->hbij", query, key)
+    if r is not None:
+        distance = memory + torch.arange(i_len)[:, None] - torch.arange(j_len)[None, :]
+        row = (j_len - 1 - distance).clamp(max=j_len)
+        scores = scores + torch.einsum("hbid,hijd->hbij", by_distance, r[:, row])
+    hidden = ops.hidden_keys(range(i_len), range(j_len), memory=memory, reach=reach, stair=stair)
+    if documents is not None:
+        hidden = hidden | (documents[:, memory:, None] != documents[:, None, :])
+    weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+    return (weights if factor is None else weights * factor) @ value
+
+
+def equal_with_gradients(ours, expected, parts, scale=None, **tolerance):
+    """Results and the gradients of all parts, under random weights in the loss."""
+    scale = torch.randn(ours.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64).to(ours.dtype)
+    torch.testing.assert_close(ours, expected, **tolerance)
+    found, right = (
+        torch.autograd.grad((x * scale.to(x.dtype)).sum(), parts, retain_graph=True) for x in (ours, expected)
+    )
+    for gradient, expected_gradient in zip(found, right, strict=True):
+        torch.testing.assert_close(gradient, expected_gradient, **tolerance)
+
+
+EXACT = dict(rtol=1e-12, atol=1e-12)
+RAGGED = [(1, 0), (1, 3), (1, 500), (7, 0), (7, 3), (7, 500), (129, 0), (129, 3), (129, 500)]
+WINDOWS = {
+    "causal": {},
+    "same_length": {"reach": 40},
+    "itself": {"reach": 0},
+    "stair": {"reach": 6, "stair": 5},
+    "wide_stair": {"reach": 300, "stair": 16},
+    "no_memory": {"reach": 0, "stair": 7},
+}
+
+
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize(("i_len", "memory"), RAGGED)
+def test_attention_by_tiles_equals_the_plain_form(i_len, memory, window, keep):
+    """Result and every gradient, with the weights kept or computed again, for tiles that do not divide the segment."""
+    parts = parts_of_attention(i_len, memory)
+    expected = plain_attention(*parts, **WINDOWS[window])
+    for tile in (None, 13, 128):
+        ours = ops.attention(*parts, **WINDOWS[window], keep=keep, tile=tile)
+        equal_with_gradients(ours, expected, parts, **EXACT)
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_attention_without_gradient_or_distances_or_for_many_documents(keep):
+    parts = parts_of_attention(23, 11, b=3, h=3)
+    with torch.no_grad():
+        torch.testing.assert_close(ops.attention(*parts), plain_attention(*parts), **EXACT)
+    equal_with_gradients(ops.attention(*parts[:3], keep=keep), plain_attention(*parts[:3]), parts[:3], **EXACT)
+    documents = torch.tensor([[0] * 30 + [1] * 4, [-1] * 5 + [0] * 29, [0] * 12 + [1] * 2 + [2] * 20])
+    for window in ({}, {"reach": 8}):
+        ours = ops.attention(*parts, **window, documents=documents, keep=keep, tile=5)
+        equal_with_gradients(ours, plain_attention(*parts, **window, documents=documents), parts, **EXACT)
+
+
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize(("i_len", "memory"), [(129, 500), (200, 200)])
+def test_attention_in_float32(i_len, memory, keep):
+    """As near to the plain form in float64 as two parts in a million of the largest entry."""
+    for window in WINDOWS.values():
+        parts = parts_of_attention(i_len, memory, b=2, dtype=torch.float32)
+        exact = [part.detach().double().requires_grad_() for part in parts]
+        scale = torch.randn(2, 2, i_len, 4, generator=torch.Generator().manual_seed(3))
+        ours, expected = ops.attention(*parts, **window, keep=keep), plain_attention(*exact, **window)
+        found = [ours, *torch.autograd.grad((ours * scale).sum(), parts)]
+        right = [expected, *torch.autograd.grad((expected * scale).sum(), exact)]
+        for one, other in zip(found, right, strict=True):
+            assert (one - other).abs().max() <= 2e-6 * other.abs().max()
+
+
+def test_attention_under_autocast_takes_products_in_its_type_and_the_softmax_in_float32():
+    parts = parts_of_attention(129, 60, dtype=torch.float32)
+    expected = plain_attention(*parts)
+    for keep in (True, False):
+        with torch.autocast("cpu", torch.bfloat16):
+            ours = ops.attention(*parts, keep=keep)
+        assert ours.dtype == torch.bfloat16 and all(x.dtype != torch.float32 for x in ours.grad_fn.saved_tensors[:5])
+        equal_with_gradients(ours.float(), expected, parts, rtol=0.1, atol=0.1)
+
+
+def test_kept_and_recomputed_attention_drop_the_same_weights():
+    parts = parts_of_attention(70, 60, b=2)
+    results = []
+    for keep in (True, False):
+        torch.manual_seed(5)
+        ours = ops.attention(*parts, dropatt=0.3, keep=keep, tile=16)
+        results.append([ours, *torch.autograd.grad(ours.square().sum(), parts)])
+    for kept, again in zip(*results, strict=True):
+        torch.testing.assert_close(kept, again, **EXACT)
+    assert not torch.equal(results[0][0], ops.attention(*parts, dropatt=0.3))
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_dropped_attention_equals_the_plain_form_with_the_same_weights_dropped(keep):
+    """The factors are read off the result itself: values that are unit vectors show the weights."""
+    query, key, _, by_distance, r = parts_of_attention(9, 4)
+    unit = torch.eye(13, dtype=torch.float64).expand(2, 1, 13, 13)
+    query, key, by_distance, r = (F.pad(x, (0, 9)).detach().requires_grad_() for x in (query, key, by_distance, r))
+    parts = [query, key, unit.clone().requires_grad_(), by_distance, r]
+    ours = ops.attention(*parts, dropatt=0.4, keep=keep, tile=4)
+    factor = (ours != 0).double() / 0.6
+    assert 20 < (factor == 0).sum() - 2 * 36 < 160
+    equal_with_gradients(ours, plain_attention(*parts, factor=factor), parts, **EXACT)
 
 
 def test_attention_dropout_falls_on_the_weights():
     """With one key in sight its weight is 1: dropped to 0 or scaled to 1 / (1 - p)."""
     ones = torch.ones(1, 1, 400, 1)
-    out = ops.attention(ones, ones, ones, lambda q, k: torch.zeros(1, 1, len(q), len(k)), span=1, dropatt=0.5)
+    out = ops.attention(ones, ones, ones, reach=0, dropatt=0.5)
     assert set(out.flatten().tolist()) == {0.0, 2.0}
     assert 100 < (out == 0).sum() < 300
 
 
-def output_layer(n=7, v=50, d=6, dtype=torch.float64):
-    """Hidden states, table and biases, which want gradients, and targets among which are the first and the last word."""
-    generator = torch.Generator().manual_seed(0)
-    parts = [
-        torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype) for shape in [(n, d), (v, d), (v,)]
-    ]
-    targets = torch.randint(v, (n,), generator=generator)
-    targets[:2] = torch.tensor([0, v - 1])[:n]
-    return [part.requires_grad_() for part in parts], targets
+def held_at_most(call):
+    """The bytes that a call has allocated at a time, at the most."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        call()
+    events = [event for event in recorded.profiler.kineto_results.events() if event.name() == "[memory]"]
+    held = [0]
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held.append(held[-1] + event.nbytes())
+    return max(held)
 
 
-def plain_nll(hidden, weight, bias, targets):
-    """The slow twin: all logits at once."""
-    return F.cross_entropy(F.linear(hidden, weight, bias).to(bias.dtype), targets, reduction="none")
+def backward_through(parts, keep):
+    ops.attention(*parts, keep=keep, tile=16).sum().backward()
 
 
-@pytest.mark.parametrize("n", [7, 0])
-@pytest.mark.parametrize("kept", [True, False])
-@pytest.mark.parametrize("chunk", [None, 1, 13, 49, 50, 99])
-def test_the_loss_by_chunks_is_the_plain_one(n, kept, chunk, monkeypatch):
-    """With logits kept or computed again, for chunks that do not divide the vocabulary: losses and gradients."""
-    monkeypatch.setattr(ops, "KEPT", 2**28 if kept else 0)
-    parts, targets = output_layer(n=n)
-    nll, expected = ops.linear_nll(*parts, targets, chunk=chunk), plain_nll(*parts, targets)
-    torch.testing.assert_close(nll, expected, rtol=0, atol=1e-12)
-    scale = torch.randn(n, dtype=torch.float64)
-    ours, theirs = (torch.autograd.grad((x * scale).sum(), parts, retain_graph=True) for x in (nll, expected))
-    for gradient, right in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(gradient, right, rtol=0, atol=1e-12)
-    again = torch.autograd.grad((nll * scale).sum(), parts)  # a backward pass leaves what was kept as it was
-    assert all(map(torch.equal, ours, again))
+def test_recomputed_attention_holds_nothing_of_queries_times_keys():
+    """Twice the segment, twice the memory; the form that keeps the weights takes four times as much."""
+    peaks = {}
+    for keep in (True, False):
+        for length in (512, 1024):
+            parts = parts_of_attention(length, length, dtype=torch.float32)
+            peaks[keep, length] = held_at_most(partial(backward_through, parts, keep))
+    assert peaks[False, 1024] / peaks[False, 512] < 2.2
+    assert peaks[True, 1024] / peaks[True, 512] > 3
 
 
-def test_the_chunk_follows_from_the_sizes(monkeypatch):
-    monkeypatch.setattr(ops, "PLAIN", 100)
-    monkeypatch.setattr(ops, "CHUNK", 7 * 13)
-    seen = []
-    forward = ops._LinearNLL.apply
-    monkeypatch.setattr(ops._LinearNLL, "apply", lambda *given: seen.append(given[4:]) or forward(*given))
-    parts, targets = output_layer()
-    torch.testing.assert_close(ops.linear_nll(*parts, targets), plain_nll(*parts, targets))
-    with torch.no_grad():
-        ops.linear_nll(*parts, targets)
-    monkeypatch.setattr(ops, "KEPT", 349)
-    ops.linear_nll(*parts, targets)
-    monkeypatch.setattr(ops, "PLAIN", 350)
-    ops.linear_nll(*parts, targets)
-    assert seen == [(13, True), (13, False), (13, False)]
+def test_the_form_follows_from_the_sizes(monkeypatch):
+    parts = parts_of_attention(20, 12)
+    assert tiles.Tiles(*parts, None, None, 1, 0.0, 20).size == 2 * 20 * 32
+
+    def kept():
+        return len(ops.attention(*parts, tile=20).grad_fn.saved_tensors) > 6
+
+    monkeypatch.setattr(tiles, "KEPT_SCORES", 2 * 20 * 32)
+    assert kept()
+    monkeypatch.setattr(tiles, "KEPT_SCORES", 2 * 20 * 32 - 1)
+    assert not kept()
 
 
-@pytest.mark.parametrize("kept", [True, False])
-def test_the_loss_never_holds_tokens_times_vocabulary_twice(kept, monkeypatch):
-    """Of all that a forward and a backward pass allocate beyond their inputs; torch's own takes it three times."""
-    monkeypatch.setattr(ops, "KEPT", 2**28 if kept else 0)
-    (hidden, weight, bias), targets = output_layer(n=256, v=4000, d=4, dtype=torch.float32)
+def test_tiles_touch_the_keys_in_their_window_only():
+    """With same_length the scores grow with the window, not with the memory."""
 
-    def peak(nll):
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-            nll().sum().backward()
-        events = [event for event in recorded.profiler.kineto_results.events() if event.name() == "[memory]"]
-        held = [0]
-        for event in sorted(events, key=lambda event: event.start_ns()):
-            held.append(held[-1] + event.nbytes())
-        return max(held) / (4 * 256 * 4000)
+    def size(memory):
+        query, key = torch.empty(1, 1, 256, 4), torch.empty(1, 1, memory + 256, 4)
+        return tiles.Tiles(query, key, key, None, None, None, 99, 1, 0.0, 64).size
 
-    assert peak(lambda: plain_nll(hidden, weight, bias, targets)) > 2.9
-    assert peak(lambda: ops.linear_nll(hidden, weight, bias, targets, chunk=200)) < (1.3 if kept else 0.3)
-
-
-def test_only_the_gradients_that_are_wanted_are_made():
-    parts, targets = output_layer()
-    for wanted in range(3):
-        given = [part.detach().requires_grad_(index == wanted) for index, part in enumerate(parts)]
-        nll, expected = ops.linear_nll(*given, targets, chunk=13), plain_nll(*given, targets)
-        assert nll.grad_fn.needs_input_grad[:3] == tuple(index == wanted for index in range(3))
-        made = ops._LinearNLL.backward(nll.grad_fn, torch.ones(7, dtype=torch.float64))
-        assert [gradient is not None for gradient in made[:3]] == [index == wanted for index in range(3)]
-        (right,) = torch.autograd.grad(expected.sum(), given[wanted])
-        torch.testing.assert_close(made[wanted], right, rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("chunk", [None, 13])
-def test_the_loss_of_inputs_that_are_not_contiguous(chunk):
-    (hidden, weight, bias), targets = output_layer()
-    parts = [hidden.t().contiguous().t(), weight.t().contiguous().t(), bias[:, None].expand(50, 2)[:, 0]]
-    strided = torch.stack([targets, targets], dim=1).int()[:, 0]
-    assert not parts[0].is_contiguous() and not parts[1].is_contiguous() and not strided.is_contiguous()
-    ours = ops.linear_nll(*parts, strided, chunk=chunk)
-    expected = plain_nll(hidden, weight, bias, targets)
-    for gradient, right in zip(
-        *(torch.autograd.grad(x.sum(), [hidden, weight, bias]) for x in (ours, expected)), strict=True
-    ):
-        torch.testing.assert_close(gradient, right, rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("kept", [True, False])
-def test_a_table_shared_with_the_embedding_gets_both_gradients(kept, monkeypatch):
-    monkeypatch.setattr(ops, "KEPT", 2**28 if kept else 0)
-    (_, weight, bias), targets = output_layer()
-    hidden = F.embedding(targets.flip(0), weight).tanh()
-    ours, expected = ops.linear_nll(hidden, weight, bias, targets, chunk=13), plain_nll(hidden, weight, bias, targets)
-    (gradient,), (right,) = (torch.autograd.grad(x.sum(), weight, retain_graph=True) for x in (ours, expected))
-    torch.testing.assert_close(gradient, right, rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("chunk", [None, 13])
-def test_under_autocast_products_are_taken_in_its_type_and_losses_in_float32(dtype, chunk):
-    parts, targets = output_layer(dtype=torch.float32)
-    with torch.autocast("cpu", dtype):
-        logits = F.linear(*parts)
-        nll = ops.linear_nll(*parts, targets, chunk=chunk)
-    assert logits.dtype == dtype and nll.dtype == torch.float32
-    if chunk is not None:  # the backward pass, which no autocast covers, has its type from what was kept
-        assert all(kept.dtype == dtype for kept in nll.grad_fn.saved_tensors[:3])
-    expected = F.cross_entropy(logits.float(), targets, reduction="none")
-    torch.testing.assert_close(nll, expected)
-    ours, theirs = (torch.autograd.grad(x.sum(), parts) for x in (nll, expected))
-    for gradient, right in zip(ours, theirs, strict=True):
-        assert gradient.dtype == torch.float32
-        torch.testing.assert_close(gradient, right, rtol=0.02, atol=0.02)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-def test_losses_are_float32_at_the_least(dtype):
-    parts, targets = output_layer(dtype=dtype)
-    for chunk in (None, 13):
-        assert ops.linear_nll(*parts, targets, chunk=chunk).dtype == torch.promote_types(dtype, torch.float32)
-    with torch.inference_mode():
-        assert ops.linear_nll(*parts, targets, chunk=13).isfinite().all()
-        inside = [part.clone() for part in parts]
-        assert ops.linear_nll(*inside, targets, chunk=13).isfinite().all()
-
-
-def test_a_target_beyond_the_vocabulary_is_no_silent_zero():
-    parts, _ = output_layer(n=2)
-    for targets in ([3, 50], [3, -1], [3, -100]):
-        nll = ops.linear_nll(*parts, torch.tensor(targets), chunk=13)
-        assert nll.isnan().tolist() == [False, True]
-        with pytest.raises(RuntimeError, match="out of bounds"):
-            ops.linear_nll(*parts, torch.tensor(targets))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("chunk", [None, 13])
-def test_the_loss_compiles_without_a_break(chunk):
-    parts, targets = output_layer()
-    compiled = torch.compile(lambda *given: ops.linear_nll(*given, chunk=chunk).sum(), fullgraph=True)
-    ours, theirs = (
-        torch.autograd.grad(x, parts) for x in (compiled(*parts, targets), plain_nll(*parts, targets).sum())
-    )
-    for gradient, right in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(gradient, right)
+    assert size(5000) == size(100) == 4 * 64 * (64 + 99)

@@ -27,20 +27,41 @@ class DecoderLayer(nn.Module):
         self.attention_norm, self.feedforward_norm = nn.LayerNorm(d_model), nn.LayerNorm(d_model)
         self.dropout = nn.Dropout(dropout)
 
+    def normed(self, rows: Float[Tensor, "b j m"]) -> Float[Tensor, "b j m"]:
+        """Rows of the segment or the memory as attention takes them."""
+        return self.attention_norm(rows) if self.pre_norm else rows
+
     def forward(
         self,
         hidden: Float[Tensor, "b i m"],
         memory: Float[Tensor, "b k m"],
         encoding: Float[Tensor, "r m"],
         documents: Int[Tensor, "b j"] | None = None,
+        reach: int | None = None,
     ) -> Float[Tensor, "b i m"]:
-        context = torch.cat([memory, hidden], dim=1)
+        """Reads a segment after a memory of hidden states, which it projects anew: their weights change in training."""
+        segment, project = self.normed(hidden), self.attention.keys_values
+        keys_values = torch.cat([project(self.normed(memory)), project(segment)], dim=3)
+        r = self.attention.position.project(encoding)
+        return self.attend(hidden, segment, keys_values, r, documents, reach=reach)
+
+    def attend(
+        self,
+        hidden: Float[Tensor, "b i m"],
+        segment: Float[Tensor, "b i m"],
+        keys_values: Float[Tensor, "two h b j d"],
+        r: Float[Tensor, "h r d"],
+        documents: Int[Tensor, "b j"] | None = None,
+        *,
+        reach: int | None = None,
+        stair: int = 1,
+    ) -> Float[Tensor, "b i m"]:
+        """The layer itself, given the keys and values of memory and segment; `segment` is `hidden` as `normed` returns it."""
+        attended = self.attention(segment, keys_values, r, documents, reach=reach, stair=stair)
+        hidden = hidden + self.dropout(attended)
         if self.pre_norm:
-            context = self.attention_norm(context)
-            segment = context[:, memory.shape[1] :]
-            hidden = hidden + self.dropout(self.attention(segment, context, encoding, documents))
             return hidden + self.dropout(self.feedforward(self.feedforward_norm(hidden)))
-        hidden = self.attention_norm(hidden + self.dropout(self.attention(hidden, context, encoding, documents)))
+        hidden = self.attention_norm(hidden)
         return self.feedforward_norm(hidden + self.dropout(self.feedforward(hidden)))
 
 
@@ -100,18 +121,16 @@ class TransformerXL(nn.Module):
             if not 0 <= rate < 1:
                 raise ValueError(f"model.{name}: must lie in [0, 1), got {rate}")
         self.memory, self.same_length = memory, same_length
+        self.reach = memory.mem_len - 1 if same_length and memory.mem_len is not None else None
         self.activation_checkpointing = activation_checkpointing
         self.softmax = softmax(n_token=n_token, d_model=d_model, d_embed=d_embed, tie_weight=tie_weight)
         self.dropout = nn.Dropout(dropout)
-        span = memory.mem_len if same_length else None
         self.layers = nn.ModuleList(
             DecoderLayer(
                 d_model=d_model,
                 dropout=dropout,
                 pre_norm=pre_norm,
-                attention=Attention(
-                    d_model=d_model, n_head=n_head, d_head=d_head, dropatt=dropatt, position=position, span=span
-                ),
+                attention=Attention(d_model=d_model, n_head=n_head, d_head=d_head, dropatt=dropatt, position=position),
                 feedforward=FeedForward(d_model=d_model, d_inner=d_inner, dropout=dropout, activation=activation),
             )
             for _ in range(n_layer)
@@ -164,9 +183,9 @@ class TransformerXL(nn.Module):
         for layer, memory in zip(self.layers, memories, strict=True):
             inputs.append(hidden)
             if self.activation_checkpointing and self.training:
-                hidden = checkpoint(layer, hidden, memory, encoding, documents, use_reentrant=False)
+                hidden = checkpoint(layer, hidden, memory, encoding, documents, self.reach, use_reentrant=False)
             else:
-                hidden = layer(hidden, memory, encoding, documents)
+                hidden = layer(hidden, memory, encoding, documents, self.reach)
         hidden = self.dropout(hidden)
         output = self.softmax.log_prob(hidden) if targets is None else self.softmax.nll(hidden, targets)
         return output, self.memory.keep(memories, inputs, documents)

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from txl import ops
+from txl import losses
 from txl.layers.memory import NoMemory
 from txl.layers.position import RelativePosition
 from txl.layers.softmax import AdaptiveSoftmax, FullSoftmax
@@ -78,7 +78,7 @@ def slow_nll(softmax, hidden, token):
 @pytest.mark.parametrize("plain", [True, False])
 @pytest.mark.parametrize("case", CASES)
 def test_embedding_loss_and_gradients_are_those_of_loops(case, plain, monkeypatch):
-    monkeypatch.setattr(ops, "PLAIN", 2**20 if plain else 0)
+    monkeypatch.setattr(losses, "PLAIN", 2**20 if plain else 0)
     softmax, (tokens, targets, hidden) = adaptive(**CASES[case]), batch()
     embedding, nll = softmax.embed(tokens), softmax.nll(hidden, targets)
     slow_embeddings = torch.stack([slow_embedding(softmax, int(token)) for token in tokens.flatten()])
@@ -108,7 +108,7 @@ def test_log_probabilities_sum_to_one_and_are_the_losses(case):
 
 @pytest.mark.parametrize("plain", [True, False])
 def test_the_full_softmax_by_chunks_is_its_log_probability(plain, monkeypatch):
-    monkeypatch.setattr(ops, "PLAIN", 2**20 if plain else 0)
+    monkeypatch.setattr(losses, "PLAIN", 2**20 if plain else 0)
     softmax = FullSoftmax(n_token=N_TOKEN, d_model=D_MODEL, d_embed=6, tie_weight=True).double()
     softmax.reset(init_std=0.5, proj_init_std=0.5)
     _, targets, hidden = batch()

@@ -14,37 +14,38 @@ class Attention(nn.Module):
 
         q = W_q h,   [k ; v] = W_kv [memory ; h],   out = W_o softmax(logits(q, k)) v        (Dai et al. 2019, section 3.2)
 
-    The logits are the position scheme's. None of the projections has a bias. `span` (keys, the query's own included)
-    limits how far a query sees; where `documents` numbers the document of each key, it sees those of its own only.
+    The logits are the position scheme's. None of the projections has a bias. Which keys a query sees is the caller's to say:
+    `reach`, `stair` and `documents` as in `txl.ops.attention`.
     """
 
     def __init__(
-        self,
-        *,
-        d_model: int,
-        n_head: int,
-        d_head: int,
-        dropatt: float | int,
-        position: Callable[..., nn.Module],
-        span: int | None,
+        self, *, d_model: int, n_head: int, d_head: int, dropatt: float | int, position: Callable[..., nn.Module]
     ):
         super().__init__()
-        self.n_head, self.dropatt, self.span = n_head, dropatt, span
+        self.n_head, self.dropatt = n_head, dropatt
         self.q_net = nn.Linear(d_model, n_head * d_head, bias=False)
         self.kv_net = nn.Linear(d_model, 2 * n_head * d_head, bias=False)
         self.o_net = nn.Linear(n_head * d_head, d_model, bias=False)
         self.position = position(n_head=n_head, d_head=d_head, d_model=d_model)
 
+    def keys_values(self, rows: Float[Tensor, "b j m"]) -> Float[Tensor, "two h b j d"]:
+        """What the rows of memory or segment are to all later queries."""
+        return rearrange(self.kv_net(rows), "b j (two h d) -> two h b j d", two=2, h=self.n_head)
+
     def forward(
         self,
-        hidden: Float[Tensor, "b i m"],
-        context: Float[Tensor, "b j m"],
-        encoding: Float[Tensor, "r m"],
+        segment: Float[Tensor, "b i m"],
+        keys_values: Float[Tensor, "two h b j d"],
+        r: Float[Tensor, "h r d"],
         documents: Int[Tensor, "b j"] | None = None,
+        *,
+        reach: int | None = None,
+        stair: int = 1,
     ) -> Float[Tensor, "b i m"]:
-        q = rearrange(self.q_net(hidden), "b i (h d) -> h b i d", h=self.n_head)
-        k, v = rearrange(self.kv_net(context), "b j (two h d) -> two h b j d", two=2, h=self.n_head).contiguous()
-        query, bias = self.position(q.contiguous(), encoding)
+        """Attends from each row of the segment to the memory's keys and values, which come first, and to the segment's."""
+        q = rearrange(self.q_net(segment), "b i (h d) -> h b i d", h=self.n_head)
+        by_content, by_distance = self.position(q)
+        window = dict(reach=reach, stair=stair, documents=documents)
         dropatt = self.dropatt if self.training else 0.0
-        attended = ops.attention(query, k, v, bias, span=self.span, documents=documents, dropatt=dropatt)
+        attended = ops.attention(by_content, *keys_values, by_distance, r, **window, dropatt=dropatt)
         return self.o_net(rearrange(attended, "h b i d -> b i (h d)"))

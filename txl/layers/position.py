@@ -1,7 +1,5 @@
 """How a layer knows where a key lies. One option so far: distances, as in Transformer-XL."""
 
-from collections.abc import Callable
-
 import torch
 from einops import rearrange
 from jaxtyping import Float
@@ -45,20 +43,12 @@ class RelativePosition(nn.Module):
         """R, the same for every layer: the sinusoids of the distances n_key - 1, ..., 0, -1."""
         return ops.distance_encoding(n_key, self.d_model, self.clamp_len, like.dtype, like.device)
 
-    def forward(
-        self, q: Float[Tensor, "h b i d"], encoding: Float[Tensor, "r m"]
-    ) -> tuple[Float[Tensor, "h b i d"], Callable[[range, range], Tensor]]:
-        """What enters the dot product with the keys, and the bias of any queries against any keys (terms b and d)."""
-        r = rearrange(self.r_net(encoding), "r (h d) -> h r d", h=self.n_head)
+    def project(self, encoding: Float[Tensor, "r m"]) -> Float[Tensor, "h r d"]:
+        """r = W_r R, the keys that stand for distances."""
+        return rearrange(self.r_net(encoding), "r (h d) -> h r d", h=self.n_head)
+
+    def forward(self, q: Float[Tensor, "h b i d"]) -> tuple[Float[Tensor, "h b i d"], Float[Tensor, "h b i d"]]:
+        """What enters the dot product with the keys (terms a and c), and with the r of their distances (b and d)."""
         by_content = (q + rearrange(self.r_w_bias, "h d -> h 1 1 d")) * self.scale
         by_distance = (q + rearrange(self.r_r_bias, "h d -> h 1 1 d")) * self.scale
-        n_batch, n_query = q.shape[1], q.shape[2]
-
-        def bias(queries: range, keys: range) -> Float[Tensor, "h b i j"]:
-            first = n_query - queries.stop + keys.start  # the row of r for the greatest distance in this tile
-            rows = r[:, first : first + len(keys) + 1]
-            tile = rearrange(by_distance[:, :, queries.start : queries.stop], "h b i d -> h (b i) d")
-            scores = torch.bmm(tile, rearrange(rows, "h r d -> h d r"))
-            return ops.relative_shift(rearrange(scores, "h (b i) r -> h b i r", b=n_batch))
-
-        return by_content, bias
+        return by_content, by_distance

@@ -8,7 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from txl import ops
+from txl.losses import linear_nll
 
 
 class FullSoftmax(nn.Module):
@@ -67,7 +67,7 @@ class FullSoftmax(nn.Module):
     def nll(self, hidden: Float[Tensor, "b i m"], targets: Int[Tensor, "b i"]) -> Float[Tensor, "b i"]:
         """-log p(target) in nats, token by token."""
         rows = self.project(rearrange(hidden, "b i m -> (b i) m"))
-        nll = ops.linear_nll(rows, self.out_weight, self.out_bias, rearrange(targets, "b i -> (b i)"))
+        nll = linear_nll(rows, self.out_weight, self.out_bias, rearrange(targets, "b i -> (b i)"))
         return rearrange(nll, "(b i) -> b i", b=len(targets))
 
     def log_prob(self, hidden: Float[Tensor, "b i m"]) -> Float[Tensor, "b i v"]:
@@ -174,11 +174,11 @@ class AdaptiveSoftmax(nn.Module):
         first = words
         for cluster, places in enumerate(members[1:], 1):
             first = first.index_fill(0, places, len(bias) - cluster)
-        nll = ops.linear_nll(self.project(rows, 0), weight, bias, first)
+        nll = linear_nll(self.project(rows, 0), weight, bias, first)
         for cluster, places in enumerate(members[1:], 1):
             part = self.project(rows[places], cluster)
             second = words[places] - self.starts[cluster]
-            within = ops.linear_nll(part, self.out_weights[cluster], self.out_biases[cluster], second)
+            within = linear_nll(part, self.out_weights[cluster], self.out_biases[cluster], second)
             nll = nll.index_add(0, places, within)
         return rearrange(nll, "(b i) -> b i", b=len(targets))
 
