@@ -2,12 +2,14 @@
 
 python generate.py checkpoint=outputs/python_docs/default prompt="It's 42, isn't it?"
 python generate.py checkpoint=RUN prompt_file=start.txt temperature=0.8 top_p=0.95 num_samples=3 seed=1
+python generate.py checkpoint=RUN prompt_file=starts.txt each_line=true num_samples=4      many prompts side by side
 echo -n "The " | python generate.py checkpoint=RUN prompt=- stop="." format=jsonl
 """
 
 import json
 import os
 import sys
+from collections import Counter
 from pathlib import Path
 
 from txl import config as hydra_config
@@ -41,27 +43,54 @@ def main(cfg) -> list[bytes]:
         precision=precision,
         documents=generation.borders_for(encoder, corpus.reset_at_document),
     )
-    start = reader.read(generation.encode_prompt(encoder, prompt))
-
-    output, texts = sys.stdout.buffer, []
-    for sample in range(asked.num_samples):
-        if sample and asked.format == "text":
-            output.write(b"---\n")
-        tokens = generation.generate(reader, start, sampling, generation.sample_seed(asked.seed, sample))
-        pieces = generation.until(
-            (vocab.decode([token]) for token in tokens), os.fsencode(asked.stop) if asked.stop else None
+    prompts = prompt.splitlines() or [b""] if asked.each_line else [prompt]
+    encoded = [generation.encode_prompt(encoder, one)[0] for one in prompts]
+    rows = [(index, sample) for index in range(len(prompts)) for sample in range(asked.num_samples)]
+    output = Output(asked, [(prompts[index], sample) for index, sample in rows])
+    at_once = generation.rows_at_once(model, reader.context)
+    for first in range(0, len(rows), at_once):
+        chosen = rows[first : first + at_once]
+        copies = Counter(index for index, _ in chosen)
+        pieces = generation.pieces(
+            reader.begin([encoded[index] for index in copies], list(copies.values())),
+            sampling,
+            [generation.sample_seed(asked.seed, sample) for _, sample in chosen],
+            decode=vocab.decode,
+            stop=os.fsencode(asked.stop) if asked.stop else None,
         )
-        text = b""
-        for piece in pieces:
-            text += piece
-            if asked.format == "text":
-                output.write(piece)
-                output.flush()
-        texts.append(text)
-        row = {"sample": sample, "seed": asked.seed, "prompt": readable(prompt), "text": readable(text)}
-        output.write(b"\n" if asked.format == "text" else (json.dumps(row) + "\n").encode())
-        output.flush()
-    return texts
+        for row, piece in pieces:
+            output.add(first + row, piece)
+    return output.texts
+
+
+class Output:
+    """Writes texts in their order: the first that has not ended as it grows, those behind it when their turn comes."""
+
+    def __init__(self, asked: Generate, rows: list[tuple[bytes, int]]):
+        self.asked, self.rows, self.stream = asked, rows, sys.stdout.buffer
+        self.texts, self.ended = [b""] * len(rows), [False] * len(rows)
+        self.current = self.written = 0
+
+    def add(self, row: int, piece: bytes | None) -> None:
+        """One more piece of a text; None ends it."""
+        self.ended[row] |= piece is None
+        self.texts[row] += piece or b""
+        while self.current < len(self.rows):
+            text = self.texts[self.current]
+            if self.asked.format == "text":
+                self.stream.write(text[self.written :])
+                self.written = len(text)
+            if not self.ended[self.current]:
+                break
+            self.stream.write(self._end(text, *self.rows[self.current]))
+            self.current, self.written = self.current + 1, 0
+        self.stream.flush()
+
+    def _end(self, text: bytes, prompt: bytes, sample: int) -> bytes:
+        if self.asked.format == "text":
+            return b"\n---\n" if self.current + 1 < len(self.rows) else b"\n"
+        row = {"sample": sample, "seed": self.asked.seed, "prompt": readable(prompt), "text": readable(text)}
+        return (json.dumps(row) + "\n").encode()
 
 
 def read_prompt(prompt: str | None, prompt_file: str | None) -> bytes:

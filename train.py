@@ -207,8 +207,10 @@ def finish(path: Path, parts: "Parts", settings: Train) -> dict:
         precision=settings.precision,
         documents=generation.borders_for(parts.corpus.encoder(parts.vocab), parts.corpus.reset_at_document),
     )
-    start = reader.read(torch.from_numpy(parts.splits["test"].tokens[-SAMPLE_CONTEXT:].astype("int64"))[None])
-    text = parts.vocab.decode(generation.generate(reader, start, sampling, generation.sample_seed(settings.seed, 0)))
+    start = torch.from_numpy(parts.splits["test"].tokens[-SAMPLE_CONTEXT:].astype("int64"))
+    texts = reader.begin([start])
+    made = generation.generate(texts, sampling, [generation.sample_seed(settings.seed, 0)])
+    text = parts.vocab.decode([token for (token,) in made])
     write_whole(path / "sample.txt", lambda file: file.write(text))
     result = {
         "valid": measure(parts, "valid", settings),

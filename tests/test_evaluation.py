@@ -2,19 +2,118 @@ import itertools
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from conftest import tiny_model
+from hypothesis import given
+from hypothesis import strategies as st
 
 from txl.data import corpus as corpora
 from txl.data.encoding import Split
+from txl.data.streams import ScoredLane, scoring_segments
 from txl.data.vocab import BPE, Bytes, Characters, Words
-from txl.evaluation import evaluate, figure, total_nll
+from txl.evaluation import Plan, evaluate, figure, plan, total_nll
+from txl.reading import stair_of
 
 
 def split_of(n, n_token=50):
     text = bytes(torch.randint(n_token, (n,), generator=torch.Generator().manual_seed(5)).tolist())
     return Split.of("test", text, Bytes())
+
+
+def nll_of(model, split, *, tgt_len, batch_size, **choice):
+    """The sum of the nll and the number of tokens, read as the program chooses or as `length` and `warmed` say."""
+    read = plan(model, len(split.tokens) - 1, tgt_len=tgt_len, batch_size=batch_size, **choice)
+    return total_nll(model, split, read, stair=stair_of(model, tgt_len))
+
+
+def by_hidden_states(model, split, *, tgt_len, batch_size):
+    """The slow twin: lane by lane, in segments of tgt_len, with the hidden states carried and projected anew each time."""
+    tokens, total = torch.from_numpy(split.tokens.astype("int64")), 0.0
+    lane_len = -(-(len(tokens) - 1) // batch_size)
+    for lane in range(0, len(tokens) - 1, lane_len):
+        mems = None
+        for start in range(lane, min(lane + lane_len, len(tokens) - 1), tgt_len):
+            stop = min(start + tgt_len, lane + lane_len, len(tokens) - 1)
+            nll, mems = model(tokens[None, start:stop], mems, tokens[None, start + 1 : stop + 1])
+            total += nll.sum().item()
+    return total
+
+
+MODEL = tiny_model()
+MODELS = {
+    "memory": ["model.memory.mem_len=9"],
+    "short_memory": ["model.memory.mem_len=3"],
+    "same_length": ["model.memory.mem_len=9", "model.same_length=true"],
+    "one": ["model.memory.mem_len=1", "model.same_length=true"],
+    "clamp_len": ["model.memory.mem_len=12", "model.position.clamp_len=5", "model.pre_norm=true"],
+    "no_memory": ["model/memory=none"],
+    "no_memory_same_length": ["model/memory=none", "model.same_length=true"],
+    "adaptive": ["model.memory.mem_len=9", "model/softmax=adaptive", "model.softmax.cutoffs=[10,30]"],
+}
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("tgt_len", [1, 4, 7])
+def test_segments_of_any_length_and_warmed_lanes_give_the_figure_of_tgt_len(model, batch_size, tgt_len):
+    """Three layers, so that a lane must be warmed by more than the memory; the text ends inside a segment."""
+    model, split = tiny_model(*MODELS[model], "model.n_layer=3"), split_of(301)
+    expected = by_hidden_states(model, split, tgt_len=tgt_len, batch_size=batch_size)
+    for choice in ({}, {"length": 1}, {"length": 30}, {"length": 300}, {"warmed": 4}, {"warmed": 7, "length": 13}):
+        found, n_token = nll_of(model, split, tgt_len=tgt_len, batch_size=batch_size, **choice)
+        assert n_token == 300
+        assert found == pytest.approx(expected, rel=1e-12, abs=1e-9), choice
+
+
+@given(st.integers(1, 70), st.integers(1, 12), st.integers(1, 20), st.integers(1, 9), st.integers(1, 30))
+def test_every_token_but_the_first_is_scored_exactly_once(n_target, batch_size, tgt_len, warmed, length):
+    tokens, scored = np.arange(n_target + 1, dtype=np.uint8), []
+    read = plan(MODEL, n_target, tgt_len=tgt_len, batch_size=batch_size, warmed=warmed, length=length)
+    for segment in scoring_segments(tokens, read.lanes, length=read.length):
+        pairs = zip(segment.tokens[segment.scored].tolist(), segment.targets[segment.scored].tolist(), strict=True)
+        for before, target in pairs:
+            assert target == before + 1
+            scored.append(target)
+    assert sorted(scored) == list(range(1, n_target + 1))
+
+
+@pytest.mark.parametrize("model", ["memory", "same_length"])
+def test_a_lane_that_is_warmed_a_little_less_gives_another_figure(model):
+    """The warming is what it must be: one stair less, and the figure moves."""
+    model, split = tiny_model(*MODELS[model], "model.n_layer=3"), split_of(301)
+    read = plan(model, 300, tgt_len=4, batch_size=1, warmed=4)
+    stair = stair_of(model, 4)
+    expected = by_hidden_states(model, split, tgt_len=4, batch_size=1)
+    warming = [lane.first - lane.begin for lane in read.lanes]
+    needed = 3 * 8 if model.same_length else 36  # 3 layers of 9 tokens, and twice up to 3 more before a stair
+    assert warming == [0, *[needed] * 3]
+    less = [ScoredLane(lane.begin + stair * bool(lane.begin), lane.first, lane.end) for lane in read.lanes]
+    assert total_nll(model, split, Plan(less, read.length), stair=stair)[0] != pytest.approx(expected, rel=1e-9)
+
+
+def test_the_plan_on_this_machine():
+    """A CPU reads its lanes whole, about a thousand tokens at a time, in whole segments."""
+    model = tiny_model()
+    assert plan(model, 5000, tgt_len=100, batch_size=1) == Plan([ScoredLane(0, 0, 5000)], 1100)
+    two = [ScoredLane(0, 0, 2500), ScoredLane(2500, 2500, 5000)]
+    assert plan(model, 5000, tgt_len=100, batch_size=2) == Plan(two, 600)
+    assert plan(model, 5000, tgt_len=3000, batch_size=1).length == 3000
+    stopped = [ScoredLane(0, 0, 300), ScoredLane(2500, 2500, 2800)]
+    assert plan(model, 5000, tgt_len=100, batch_size=2, max_segments=3).lanes == stopped
+
+
+def test_the_plan_on_an_accelerator():
+    """Warmed lanes, so many that warming stays cheap and their keys and values have room."""
+    model = tiny_model("model.memory.mem_len=50").to("meta")
+    read = plan(model, 10**6, tgt_len=100, batch_size=1)
+    assert 300 < len(read.lanes) <= 10**6 // (16 * 200) and read.length == 200
+    assert {lane.first - lane.begin for lane in read.lanes[1:]} == {200}
+    assert len(plan(model, 10**8, tgt_len=100, batch_size=1).lanes) == 2**15 // 100
+    assert len(plan(model, 3000, tgt_len=100, batch_size=1).lanes) == 1
+    model.layers[0].attention.kv_net.weight = torch.nn.Parameter(torch.empty(2**22, 16, device="meta"))
+    assert len(plan(model, 10**6, tgt_len=100, batch_size=1).lanes) == 2**33 // (2 * 150 * 2**22 * 4)
 
 
 def test_one_lane_equals_a_loop_by_hand():
@@ -26,7 +125,7 @@ def test_one_lane_equals_a_loop_by_hand():
         targets = tokens[:, start + 1 : start + 8]
         nll, mems = model(inputs, mems, targets)
         total += nll.sum().item()
-    assert total_nll(model, split, tgt_len=7, batch_size=1) == (pytest.approx(total, abs=1e-9), 99)
+    assert nll_of(model, split, tgt_len=7, batch_size=1) == (pytest.approx(total, abs=1e-9), 99)
 
 
 def test_several_lanes_each_begin_with_an_empty_memory():
@@ -35,30 +134,30 @@ def test_several_lanes_each_begin_with_an_empty_memory():
     for lane in range(4):
         text = split.text.read(lane * 25, min(lane * 25 + 26, 100))
         part = Split.of("test", text, Bytes())
-        total += total_nll(model, part, tgt_len=7, batch_size=1)[0]
-    assert total_nll(model, split, tgt_len=7, batch_size=4) == (pytest.approx(total, abs=1e-9), 99)
+        total += nll_of(model, part, tgt_len=7, batch_size=1)[0]
+    assert nll_of(model, split, tgt_len=7, batch_size=4) == (pytest.approx(total, abs=1e-9), 99)
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 7, 99, 500])
 @pytest.mark.parametrize("tgt_len", [1, 10, 200])
 def test_every_token_but_the_first_counts_whatever_the_lanes(batch_size, tgt_len):
-    assert total_nll(tiny_model(), split_of(100), tgt_len=tgt_len, batch_size=batch_size)[1] == 99
+    assert nll_of(tiny_model(), split_of(100), tgt_len=tgt_len, batch_size=batch_size)[1] == 99
 
 
 def test_with_same_length_and_one_lane_tgt_len_changes_nothing():
     model, split = tiny_model("model.same_length=true", "model.memory.mem_len=9"), split_of(80)
-    figures = [total_nll(model, split, tgt_len=tgt_len, batch_size=1)[0] for tgt_len in (1, 5, 9, 32, 79)]
+    figures = [nll_of(model, split, tgt_len=tgt_len, batch_size=1)[0] for tgt_len in (1, 5, 9, 32, 79)]
     assert all(one == pytest.approx(figures[0], rel=1e-12) for one in figures)
-    without = [total_nll(tiny_model("model.memory.mem_len=9"), split, tgt_len=n, batch_size=1)[0] for n in (5, 32)]
+    without = [nll_of(tiny_model("model.memory.mem_len=9"), split, tgt_len=n, batch_size=1)[0] for n in (5, 32)]
     assert without[0] != pytest.approx(without[1], rel=1e-6)
 
 
 def test_the_model_is_left_as_it_was_and_measured_in_eval_mode():
     model = tiny_model("model.dropout=0.5").train()
-    first = total_nll(model, split_of(50), tgt_len=7, batch_size=1)
+    first = nll_of(model, split_of(50), tgt_len=7, batch_size=1)
     assert model.training
-    assert total_nll(model, split_of(50), tgt_len=7, batch_size=1) == first
-    assert total_nll(model.eval(), split_of(50), tgt_len=7, batch_size=1) == first and not model.training
+    assert nll_of(model, split_of(50), tgt_len=7, batch_size=1) == first
+    assert nll_of(model.eval(), split_of(50), tgt_len=7, batch_size=1) == first and not model.training
 
 
 def test_figures_by_hand():
@@ -98,7 +197,7 @@ def test_max_segments_stops_early():
     one = evaluate(model, split, tgt_len=8, batch_size=1, precision="fp32", max_segments=3)
     assert one["tokens"] == one["bytes"] == 24
     short = Split.of("test", split.text.read(0, 25), Bytes())
-    assert one["nll"] == pytest.approx(total_nll(model, short, tgt_len=8, batch_size=1)[0] / 24)
+    assert one["nll"] == pytest.approx(nll_of(model, short, tgt_len=8, batch_size=1)[0] / 24)
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
@@ -116,8 +215,8 @@ def test_where_memory_is_reset_each_document_is_scored_as_if_it_stood_alone(batc
     plain = Split.of("test", text, Bytes())
     for tgt_len in (5, 60):
         settings = dict(tgt_len=tgt_len, batch_size=batch_size)
-        assert total_nll(model, split, **settings)[0] == pytest.approx(total, rel=1e-12)
-        assert total_nll(model, plain, **settings)[0] != pytest.approx(total, rel=1e-4)
+        assert nll_of(model, split, **settings)[0] == pytest.approx(total, rel=1e-12)
+        assert nll_of(model, plain, **settings)[0] != pytest.approx(total, rel=1e-4)
 
 
 def test_figures_per_word_of_bpe():

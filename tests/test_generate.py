@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from conftest import characters_run, command, in_process, refused
 
+from txl import generation
+
 
 @pytest.mark.parametrize(
     ("override", "key"),
@@ -66,7 +68,7 @@ def test_greedy_needs_no_seed(trained_run):
 
 def test_an_empty_prompt_starts_from_a_newline(trained_run):
     outputs = {
-        in_process("generate", f"checkpoint={trained_run}", "max_new_tokens=20", *prompt).stdout
+        in_process("generate", f"checkpoint={trained_run}", "max_new_tokens=20", "temperature=0.05", *prompt).stdout
         for prompt in ([], ["prompt="], ["prompt=\n"], ["prompt=null"])
     }
     assert len(outputs) == 2  # `null`, taken literally, is a prompt of four letters
@@ -109,3 +111,19 @@ def test_a_low_temperature_is_as_good_as_greedy(trained_run):
     arguments = [f"checkpoint={trained_run}", "max_new_tokens=20", "prompt=x"]
     greedy = in_process("generate", *arguments, "temperature=0").stdout
     assert in_process("generate", *arguments, "temperature=1e-320").stdout == greedy
+
+
+def test_lines_are_continued_side_by_side_as_if_each_were_alone(trained_run, monkeypatch):
+    """Prompts of unequal lengths, several samples of each, in groups that do not divide them: the same texts, in order."""
+    arguments = [f"checkpoint={trained_run}", "max_new_tokens=30", "temperature=0.1", "num_samples=2"]
+    prompts = ["The", "a prompt that is longer than the memory is", "x"]
+    alone = [in_process("generate", *arguments, f"prompt={prompt}", "format=jsonl").stdout for prompt in prompts]
+    texts = [in_process("generate", *arguments, f"prompt={prompt}").stdout for prompt in prompts]
+    Path("p.txt").write_text("\n".join(prompts) + "\n")
+    for at_once in (64, 4, 1):
+        monkeypatch.setattr(generation, "ROWS_AT_ONCE", at_once)
+        together = [*arguments, "prompt_file=p.txt", "each_line=true"]
+        assert in_process("generate", *together, "format=jsonl").stdout == b"".join(alone)
+        assert in_process("generate", *together).stdout == b"---\n".join(texts)
+    Path("p.txt").write_text("")
+    assert in_process("generate", *together).stdout == in_process("generate", *arguments).stdout

@@ -5,52 +5,147 @@ import torch
 from conftest import tiny_model
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.profiler import ProfilerActivity, profile
 
+from txl import generation
 from txl.data.encoding import Encoder, Split
 from txl.data.vocab import BPE, Bytes, Characters, Words
-from txl.generation import Reader, Sampling, borders_for, encode_prompt, generate, sample_seed, until
+from txl.generation import (
+    Borders,
+    Reader,
+    Sampling,
+    Until,
+    borders_for,
+    encode_prompt,
+    generate,
+    pieces,
+    rows_at_once,
+    sample_seed,
+)
 
 MODELS = {
-    "memory": ["model.memory.mem_len=40"],
+    "memory": ["model.memory.mem_len=7"],
     "same_length": ["model.same_length=true", "model.memory.mem_len=7"],
+    "clamp_len": ["model.memory.mem_len=9", "model.position.clamp_len=4"],
+    "pre_norm": ["model.memory.mem_len=8", "model.pre_norm=true"],
+    "untie_r": ["model.memory.mem_len=5", "model.untie_r=true"],
+    "one": ["model.memory.mem_len=1", "model.same_length=true"],
+    "adaptive": ["model.memory.mem_len=7", "model/softmax=adaptive", "model.softmax.cutoffs=[10,30]"],
     "no_memory": ["model/memory=none"],
-    "pre_norm": ["model.memory.mem_len=40", "model.pre_norm=true"],
 }
+CONTEXT = 5  # tokens of a segment
+
+
+def prompt_of(length, seed=6):
+    return torch.randint(50, (length,), generator=torch.Generator().manual_seed(seed))
+
+
+def by_hidden_states(model, prompt, length):
+    """The slow twin: the prompt in segments, then token by token, hidden states carried and projected anew each time."""
+    if model.memory.mem_len is None:
+        texts = [prompt[: stop + 1][-CONTEXT:] for stop in range(len(prompt) - length - 1, len(prompt))]
+        return torch.stack([model(text[None])[0][0, -1] for text in texts])
+    mems, found = None, []
+    begin = prompt[: len(prompt) - length]
+    for segment in (*begin.split(CONTEXT), *prompt[len(begin) :].unbind()):
+        log_probs, mems = model(segment.reshape(1, -1), mems)
+        found.append(log_probs[0, -1])
+    return torch.stack(found[-length - 1 :])
+
+
+def one_by_one(texts, tokens):
+    """log p after the prompts and after each further token of each text."""
+    found = [texts.log_probs]
+    for column in tokens.unbind(1):
+        texts.extend(column.tolist())
+        found.append(texts.log_probs)
+    return torch.stack(found, dim=1)
 
 
 @pytest.mark.parametrize("variant", MODELS)
-@pytest.mark.parametrize("prompt_len", [1, 5, 12])
-def test_generation_with_memory_equals_recomputation_from_scratch(variant, prompt_len):
-    """Greedy, far past the memory where same_length fixes what a token sees; the text is read whole again each time."""
-    model = tiny_model(*MODELS[variant])
-    context = 64 if variant == "no_memory" else 5
-    reader = Reader(model, context=context)
-    prompt = torch.randint(50, (1, prompt_len), generator=torch.Generator().manual_seed(6))
-    made = list(generate(reader, reader.read(prompt), Sampling(max_new_tokens=25, temperature=0.0), sample_seed(0, 0)))
-    text = prompt
-    for token in made:
-        log_probs, _ = model(text)
-        assert token == log_probs[0, -1].argmax()
-        text = torch.cat([text, torch.tensor([[token]])], dim=1)
-    assert len(made) == 25
+@pytest.mark.parametrize("prompt_len", [1, 5, 12, 33])
+def test_cached_generation_equals_recomputation_at_every_step(variant, prompt_len):
+    """Far past several times the memory, for which the buffers move many times."""
+    model, further = tiny_model(*MODELS[variant]), 60
+    text = prompt_of(prompt_len + further)
+    texts = Reader(model, context=CONTEXT).begin([text[:prompt_len]])
+    found = one_by_one(texts, text[None, prompt_len:])
+    torch.testing.assert_close(found[0], by_hidden_states(model, text, further), rtol=0, atol=1e-11)
 
 
-def test_log_probabilities_with_memory_equal_those_from_scratch():
+@pytest.mark.parametrize("length", [5, 10, 1000])
+def test_a_prompt_read_in_long_segments_is_read_as_in_segments_of_the_context(length, monkeypatch):
+    monkeypatch.setattr(generation, "PROMPT_AT_ONCE", length)
+    for variant in MODELS:
+        model, prompt = tiny_model(*MODELS[variant]), prompt_of(43)
+        texts = Reader(model, context=CONTEXT).begin([prompt])
+        torch.testing.assert_close(texts.log_probs, by_hidden_states(model, prompt, 0), rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("variant", MODELS)
+def test_prompts_of_unequal_length_are_continued_as_if_each_were_alone(variant):
+    """Past the point where the last filling has left the window; with copies, each of which goes its own way."""
+    model, lengths, copies = tiny_model(*MODELS[variant]), [3, 17, 1, 6], [2, 1, 3, 1]
+    reader = Reader(model, context=CONTEXT)
+    prompts = [prompt_of(length, seed=length) for length in lengths]
+    further = torch.randint(50, (sum(copies), 40), generator=torch.Generator().manual_seed(7))
+    found = one_by_one(reader.begin(prompts, copies), further)
+    row = 0
+    for prompt, times in zip(prompts, copies, strict=True):
+        for _ in range(times):
+            alone = one_by_one(reader.begin([prompt]), further[row : row + 1])
+            torch.testing.assert_close(found[row], alone[0], rtol=0, atol=1e-11)
+            row += 1
+
+
+def test_nothing_of_the_filling_reaches_a_result():
+    """Not even what is not-a-number: the rows that a shorter text lacks are hidden, and so is all that was there before."""
+    model = tiny_model("model.memory.mem_len=7")
+    texts = Reader(model, context=CONTEXT).begin([prompt_of(2), prompt_of(7)])
+    before = one_by_one(texts, prompt_of(6)[None].expand(2, 6))
+    texts = Reader(model, context=CONTEXT).begin([prompt_of(2), prompt_of(7)])
+    for kept in texts.cache.keys_values:
+        kept[:, :, 0, :5] = 1e9
+    torch.testing.assert_close(one_by_one(texts, prompt_of(6)[None].expand(2, 6)), before, rtol=0, atol=0)
+
+
+def test_the_document_numbers_are_dropped_when_the_filling_has_left_the_window():
+    model = tiny_model("model.memory.mem_len=7")
+    texts = Reader(model, context=CONTEXT).begin([prompt_of(4), prompt_of(7)])
+    assert texts.cache.documents is not None
+    one_by_one(texts, prompt_of(3)[None].expand(2, 3))
+    assert texts.cache.documents is not None
+    one_by_one(texts, prompt_of(2)[None].expand(2, 2))
+    assert texts.cache.documents is None
+
+
+def test_one_token_costs_one_token():
+    """Per token and layer one row goes through each linear layer, the buffers stay where they are, and none is made."""
+    model = tiny_model("model.memory.mem_len=30")
+    texts = Reader(model, context=CONTEXT).begin([prompt_of(40)])
+    buffers = [kept.data_ptr() for kept in texts.cache.keys_values]
+    rows = []
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.register_forward_pre_hook(lambda _, given: rows.append(given[0].shape[:-1].numel()))
+    with profile(activities=[ProfilerActivity.CPU]) as recorded:
+        for token in range(4):
+            texts.extend([token])
+    assert rows == [1] * (4 * 2 * 5)  # q, k and v, output, two of the feed-forward network: nothing for the distances
+    assert [kept.data_ptr() for kept in texts.cache.keys_values] == buffers
+    assert not [event for event in recorded.events() if event.name in ("aten::cat", "aten::roll")]
+
+
+def test_generated_tokens_are_those_that_are_read_next():
+    """Greedy, against the most probable token of a text read whole, memory as long as it."""
     model = tiny_model("model.memory.mem_len=40")
-    reader, text = Reader(model, context=4), torch.randint(50, (1, 30), generator=torch.Generator().manual_seed(8))
-    whole, _ = model(text)
-    state = reader.read(text[:, :9])
-    for place in range(9, 30):
-        torch.testing.assert_close(state.log_probs, whole[0, place - 1], rtol=0, atol=1e-11)
-        state = reader.read(text[:, place : place + 1], state)
-
-
-def test_without_memory_only_the_last_context_tokens_are_read():
-    model = tiny_model("model/memory=none")
-    reader, text = Reader(model, context=6), torch.randint(50, (1, 20), generator=torch.Generator().manual_seed(8))
-    state = reader.read(text[:, :-1])
-    state = reader.read(text[:, -1:], state)
-    torch.testing.assert_close(state.log_probs, model(text[:, -6:])[0][0, -1])
+    reader, text = Reader(model, context=CONTEXT), prompt_of(7)[None]
+    sampling = Sampling(max_new_tokens=25, temperature=0.0)
+    made = [token for (token,) in generate(reader.begin(list(text)), sampling, [sample_seed(0, 0)])]
+    assert len(made) == 25
+    for token in made:
+        assert token == model(text)[0][0, -1].argmax()
+        text = torch.cat([text, torch.tensor([[token]])], dim=1)
 
 
 LOG_PROBS = torch.tensor([0.5, 0.25, 0.15, 0.1], dtype=torch.float64).log()
@@ -106,34 +201,73 @@ def test_top_k_below_one_is_refused(top_k):
 
 def test_a_sample_depends_on_its_seed_and_number_alone():
     reader = Reader(tiny_model(), context=8)
-    start = reader.read(torch.tensor([[1]]))
 
-    def sample(seed, number, length=10):
-        return list(generate(reader, start, Sampling(max_new_tokens=length), sample_seed(seed, number)))
+    def samples(seed, numbers, length=10):
+        texts = reader.begin([torch.tensor([1])], [len(numbers)])
+        rows = generate(texts, Sampling(max_new_tokens=length), [sample_seed(seed, number) for number in numbers])
+        return list(zip(*rows, strict=True))
 
-    assert sample(0, 1) == sample(0, 1, length=20)[:10]
-    assert len({tuple(sample(seed, number)) for seed in (0, 1) for number in (0, 1)}) == 4
+    assert samples(0, [1])[0] == samples(0, [1], length=20)[0][:10]
+    assert samples(0, [0, 1, 2])[1] == samples(0, [1])[0]
+    assert len({*samples(0, [0, 1]), *samples(1, [0, 1])}) == 4
 
 
 def test_nothing_is_generated_where_nothing_is_asked_for():
     reader = Reader(tiny_model(), context=8)
-    start = reader.read(torch.tensor([[1]]))
-    assert list(generate(reader, start, Sampling(max_new_tokens=0), sample_seed(0, 0))) == []
+    texts = reader.begin([torch.tensor([1])])
+    assert list(generate(texts, Sampling(max_new_tokens=0), [sample_seed(0, 0)])) == []
 
 
 @given(st.lists(st.binary(max_size=4)), st.binary(max_size=4))
 def test_until_ends_before_the_stop_text(pieces, stop):
-    whole = b"".join(pieces)
+    whole, until = b"".join(pieces), Until(stop or None)
     expected = whole.split(stop)[0] if stop and stop in whole else whole
-    assert b"".join(until(iter(pieces), stop or None)) == expected
+    fed = b"".join(map(until.feed, pieces))
+    assert until.ended == bool(stop and stop in whole)
+    assert fed + until.finish() == expected
 
 
 def test_until_holds_back_no_more_than_it_must():
-    pieces = iter([b"a", b"b", b"c", b"d"])
-    made = until(pieces, b"bx")
-    assert next(made) == b"a"
-    assert next(made) == b""  # b could begin the stop text
-    assert next(made) == b"bc"
+    until = Until(b"bx")
+    assert [until.feed(piece) for piece in (b"a", b"b", b"c", b"d")] == [b"a", b"", b"bc", b"d"]
+
+
+def test_pieces_of_several_texts_end_one_by_one():
+    """Each before its stop text or with the last token, and nothing is made after all have ended."""
+
+    class Fixed(generation.Texts):
+        def __init__(self, rows):
+            self.rows, self.place = torch.tensor(rows), 0
+
+        @property
+        def log_probs(self):
+            return torch.nn.functional.one_hot(self.rows[:, self.place], 128).double().log()
+
+        def extend(self, tokens):
+            assert tokens == self.rows[:, self.place].tolist()
+            self.place += 1
+
+    def texts_of(*rows, stop, tokens=6):
+        texts, found, ended = Fixed([list(row) for row in rows]), [b""] * len(rows), []
+        made = pieces(texts, Sampling(max_new_tokens=tokens), [sample_seed(0, 0)] * len(rows), decode=bytes, stop=stop)
+        for row, piece in made:
+            found[row] += piece or b""
+            ended += [row] * (piece is None)
+        return found, ended, texts.place
+
+    assert texts_of(b"abXcde", b"aXbcde", b"abcdeX", stop=b"X") == ([b"ab", b"a", b"abcde"], [1, 0, 2], 5)
+    assert texts_of(b"aXbcde", b"abXcde", stop=b"X") == ([b"a", b"ab"], [0, 1], 2)
+    assert texts_of(b"abcdef", b"abcdeX", stop=b"XY") == ([b"abcdef", b"abcdeX"], [0, 1], 5)
+    assert texts_of(b"abcdef", stop=None, tokens=3) == ([b"abc"], [0], 2)
+
+
+def test_as_many_texts_side_by_side_as_there_is_room_for(monkeypatch):
+    model = tiny_model()  # two layers, 16 tokens, keys and values of 16 doubles
+    assert rows_at_once(model, 64) == 64
+    monkeypatch.setattr(generation, "CACHE_BYTES", 10 * 2 * 21 * 2 * 16 * 8)
+    assert rows_at_once(model, 64) == 10
+    monkeypatch.setattr(generation, "CACHE_BYTES", 1)
+    assert rows_at_once(model, 64) == 1
 
 
 def test_an_empty_prompt_is_a_newline():
@@ -160,17 +294,21 @@ def test_where_memory_is_reset_a_new_document_forgets_the_old_one(overrides, con
     memory = [] if overrides else ["model.memory.mem_len=64"]
     model = tiny_model(*overrides, *memory, n_token=256)
     reader = Reader(model, context=context, documents=documents)
-    text = torch.tensor([list(b"one\n\ntwo\n\nth")])
-    whole = reader.read(text)
-    alone = Reader(model, context=context).read(text[:, -2:])
+    text = torch.tensor(list(b"one\n\ntwo\n\nth"))
+    whole = reader.begin([text])
+    alone = Reader(model, context=context).begin([text[-2:]])
     torch.testing.assert_close(whole.log_probs, alone.log_probs)
-    state = reader.read(text[:, :3])
-    for place in range(3, text.shape[1]):
-        state = reader.read(text[:, place : place + 1], state)
-    torch.testing.assert_close(state.log_probs, alone.log_probs)
-    plain = Reader(model, context=context).read(text)
+    token_by_token = one_by_one(reader.begin([text[:3]]), text[None, 3:])
+    torch.testing.assert_close(token_by_token[:, -1], alone.log_probs)
+    several = reader.begin([text[:-5], text, text[-2:]])
+    torch.testing.assert_close(several.log_probs[1:], alone.log_probs.expand(2, -1))
+    for token in b"e end":
+        for texts in (several, alone):
+            texts.extend([token] * len(texts.log_probs))
+        torch.testing.assert_close(several.log_probs[1:], alone.log_probs.expand(2, -1))
+    plain = Reader(model, context=context).begin([text])
     if not overrides or context > 3:
-        assert (plain.log_probs - alone.log_probs).abs().max() > 1e-3
+        assert (plain.log_probs - whole.log_probs).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize(
@@ -194,14 +332,11 @@ def test_documents_begin_where_training_marked_them(vocab, separator, text):
     assert encoder.sees_borders
     prompt = encode_prompt(encoder, text)
     assert prompt[0].tolist() == split.tokens[: prompt.shape[1]].tolist()
-    reader = Reader(tiny_model(n_token=fitted.n_token), context=8, documents=encoder)
-    marks, document = [], ()
-    for token in prompt.split(1, dim=1):
-        mark, document = reader._starts(token, document)
-        marks.append(mark)
-    begins = torch.cat(marks, dim=1)[0].nonzero()[:, 0].tolist()
+    one, whole = Borders(encoder, 1), Borders(encoder, 1)
+    marks = [mark for token in prompt[0].tolist() for mark in one.mark(0, [token])]
+    begins = [place for place, mark in enumerate(marks) if mark]
     assert [place for place in begins if place] == [place for place in split.starts[1:] if place < prompt.shape[1]]
-    assert torch.equal(reader._starts(prompt, ())[0], torch.cat(marks, dim=1))
+    assert whole.mark(0, prompt[0].tolist()) == marks and whole.ends == one.ends
 
 
 @pytest.mark.parametrize(

@@ -138,6 +138,20 @@ def test_attention_without_gradient_or_distances_or_for_many_documents(keep):
         equal_with_gradients(ours, plain_attention(*parts, **window, documents=documents), parts, **EXACT)
 
 
+@pytest.mark.parametrize("memory", [0, 3, 500])
+@pytest.mark.parametrize("reach", [None, 0, 2, 40])
+def test_attention_of_one_query_equals_the_plain_form(memory, reach):
+    """Without gradients it goes its own way, also through buffers of which keys and values are slices."""
+    parts = [part.detach() for part in parts_of_attention(1, memory, b=3)]
+    documents = torch.randint(-1, 2, (3, memory + 1), generator=torch.Generator().manual_seed(1))
+    parts[1:3] = [F.pad(part, (0, 0, 2, 3))[:, :, 2:-3] for part in parts[1:3]]
+    with torch.no_grad():
+        for given in (parts, parts[:3]):
+            for numbers in (None, documents):
+                ours = ops.attention(*given, reach=reach, documents=numbers)
+                torch.testing.assert_close(ours, plain_attention(*given, reach=reach, documents=numbers), **EXACT)
+
+
 @pytest.mark.parametrize("keep", [True, False])
 @pytest.mark.parametrize(("i_len", "memory"), [(129, 500), (200, 200)])
 def test_attention_in_float32(i_len, memory, keep):

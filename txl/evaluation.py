@@ -1,46 +1,102 @@
 """Evaluation: the nll of a split, every token but its first scored exactly once."""
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
 from txl.data.encoding import Split
-from txl.data.streams import scoring_segments
+from txl.data.streams import ScoredLane, scoring_segments
 from txl.data.vocab import BPE
-from txl.runtime import autocast
+from txl.model import TransformerXL
+from txl.reading import Cache, cache_bytes, reach_of, stair_of
+from txl.runtime import autocast, to_device
+
+# What is read at a time, in tokens: as many as keep the matrix products large; more only cost memory.
+AT_ONCE, AT_ONCE_ON_DEVICE = 2**10, 2**15
+CACHE_ON_DEVICE = 2**33  # bytes of keys and values that warmed lanes may take
+WARMING = 16  # a lane is warmed for no more than a sixteenth of what it reads
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a split is read: `lanes` side by side, `length` tokens at a time. It decides the time, never the figure."""
+
+    lanes: list[ScoredLane]
+    length: int
+
+
+def plan(
+    model: TransformerXL,
+    n_target: int,
+    *,
+    tgt_len: int,
+    batch_size: int,
+    max_segments: int | None = None,
+    length: int | None = None,
+    warmed: int | None = None,
+) -> Plan:
+    """The fastest way to the figure of `batch_size` lanes that begin with an empty memory and are read by segments of `tgt_len`.
+
+    What a token predicts depends on the tokens that it sees, itself and through the layers, and on nothing else. So a
+    segment may have any `length` if each token sees what it would: with same_length the mem_len - 1 tokens before it,
+    otherwise mem_len tokens before its own stair of tgt_len, of which a segment then holds a whole number. And each lane may
+    be cut into `warmed` pieces, if each first reads, unscored, all that its first token sees through the n layers:
+    n (mem_len - 1) tokens, or n mem_len + (n - 1)(tgt_len - 1) before a stair. An accelerator wants many tokens at a time,
+    so there the pieces are as many as the warming is cheap; a CPU reads its lanes whole. `length` (rounded up to whole
+    stairs) and `warmed` override the choice; `max_segments` ends each lane after as many times tgt_len tokens.
+    """
+    on_cpu = next(model.parameters()).device.type == "cpu"
+    reach, stair = reach_of(model), stair_of(model, tgt_len)
+    lane_len = -(-n_target // batch_size)
+    scored_len = lane_len if max_segments is None else min(lane_len, max_segments * tgt_len)
+    n_lane = -(-n_target // lane_len)
+    n_layer = len(model.layers)
+    warming = _up(n_layer * reach + (n_layer - 1) * (stair - 1), stair) if reach else 0
+    if warmed is None and not on_cpu:
+        affordable = scored_len if warming == 0 else scored_len // (WARMING * warming)
+        room = CACHE_ON_DEVICE // (cache_bytes(model, reach + _up(tgt_len, stair)) * n_lane)
+        warmed = min(affordable, room, AT_ONCE_ON_DEVICE // (n_lane * _up(tgt_len, stair)))
+    piece = _up(-(-scored_len // max(1, warmed or 1)), stair)
+    lanes = []
+    for start in range(0, n_target, lane_len):
+        stop = min(start + scored_len, n_target)
+        for first in range(start, stop, piece):
+            lanes.append(ScoredLane(max(start, first - warming), first, min(first + piece, stop)))
+    if length is None:
+        length = (AT_ONCE if on_cpu else AT_ONCE_ON_DEVICE) // len(lanes)
+    return Plan(lanes, _up(max(1, length), stair))
+
+
+def _up(number: int, step: int) -> int:
+    return -(-number // step) * step
 
 
 @torch.inference_mode()
 def total_nll(
-    model: nn.Module,
-    split: Split,
-    *,
-    tgt_len: int,
-    batch_size: int,
-    precision: str = "fp32",
-    max_segments: int | None = None,
+    model: TransformerXL, split: Split, read: Plan, *, stair: int, precision: str = "fp32"
 ) -> tuple[float, int]:
     """The sum of the nll in nats (added up in float64) and the number of tokens that it is of.
 
-    The memory is carried from segment to segment and starts empty in each lane. `max_segments` stops early.
+    Keys and values are kept from segment to segment; the host waits for the device once, at the end.
     """
     device = next(model.parameters()).device
     was_training = model.training
     model.eval()
-    total, n_token, mems = 0.0, 0, None
-    segments = scoring_segments(split.tokens, batch_size=batch_size, tgt_len=tgt_len, borders=split.borders)
-    for index, segment in enumerate(segments):
-        if index == max_segments:
-            break
+    cache = Cache(model, reach=reach_of(model), room=read.length)
+    adds_doubles = device.type != "mps"
+    totals, n_token = torch.zeros((), dtype=torch.float64, device=device if adds_doubles else "cpu"), 0
+    for segment in scoring_segments(split.tokens, read.lanes, length=read.length, borders=split.borders):
+        starts = None if segment.starts is None else to_device(segment.starts, device)
         with autocast(device, precision):
-            starts = None if segment.starts is None else segment.starts.to(device)
-            nll, mems = model(segment.tokens.to(device), mems, segment.targets.to(device), starts=starts)
-        total += float(nll.cpu().double()[segment.scored].sum())
+            hidden = cache.read(to_device(segment.tokens, device), starts=starts, stair=stair)
+            nll = model.softmax.nll(hidden, to_device(segment.targets, device))
+        nll = nll.double() if adds_doubles else nll.cpu().double()
+        totals += nll.where(to_device(segment.scored, nll.device), 0.0).sum()
         n_token += int(segment.scored.sum())
     model.train(was_training)
-    return total, n_token
+    return float(totals), n_token
 
 
 def figure(total: float, n_token: int, n_bytes: int, n_word: int | None = None) -> dict[str, Any]:
@@ -67,7 +123,7 @@ def _exp(nll: float) -> float | None:
 
 
 def evaluate(
-    model: nn.Module,
+    model: TransformerXL,
     split: Split,
     *,
     tgt_len: int,
@@ -80,7 +136,8 @@ def evaluate(
     Stopped early by `max_segments`, its bytes are those of as many tokens from the start.
     """
     reading = {"tgt_len": tgt_len, "batch_size": batch_size}
-    total, n_token = total_nll(model, split, precision=precision, max_segments=max_segments, **reading)
+    read = plan(model, len(split.tokens) - 1, max_segments=max_segments, **reading)
+    total, n_token = total_nll(model, split, read, stair=stair_of(model, tgt_len), precision=precision)
     n_word = split.count_words(1, 1 + n_token) if isinstance(split.vocab, BPE) else None
     return {
         **figure(total, n_token, split.count_bytes(1, 1 + n_token), n_word),

@@ -1,17 +1,23 @@
-"""Generation: a prompt is read once, then each new token costs one step; the memory carries what came before."""
+"""Generation: prompts are read once, in long segments; then each new token costs one token, for many texts side by side."""
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 
 from txl.data.encoding import Encoder
 from txl.data.text import Piece
 from txl.data.vocab import Words
-from txl.runtime import autocast
+from txl.model import TransformerXL
+from txl.reading import Cache, cache_bytes, reach_of, stair_of
+from txl.runtime import autocast, to_device
+
+PROMPT_AT_ONCE = 1024  # tokens of a prompt that are read at a time
+ROWS_AT_ONCE, CACHE_BYTES = 64, 2**31  # texts that are continued side by side, and what their keys and values may take
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,83 +50,146 @@ class Sampling:
         if self.temperature == 0:
             return int(log_probs.argmax())
         scores = (log_probs - log_probs.max()) / self.temperature  # the best at 0, so that no temperature overflows
-        scores, tokens = scores.sort(descending=True, stable=True)
-        scores, tokens = scores[: self.top_k], tokens[: self.top_k]
+        tokens = None
+        if self.top_k is not None and self.top_k < len(scores):
+            scores, tokens = scores.topk(self.top_k)
         probabilities = scores.softmax(dim=0)
         if self.top_p is not None:
+            probabilities, order = probabilities.sort(descending=True, stable=True)
             before = probabilities.cumsum(dim=0) - probabilities
-            kept = int((before < self.top_p).sum())
-            probabilities, tokens = probabilities[:kept], tokens[:kept]
-        return int(tokens[torch.multinomial(probabilities, 1, generator=generator)])
-
-
-@dataclass(frozen=True)
-class Read:
-    """A text as the model has read it: log p of the token after it, and the memory; continued as often as one likes."""
-
-    log_probs: Float[Tensor, "v"]
-    mems: list[Float[Tensor, "1 _ m"]]
-    recent: Int[Tensor, "1 _"]  # without a memory the last tokens, which are all that the next one sees
-    starts: Bool[Tensor, "1 _"] | None = None  # where documents begin in them
-    document: tuple[int, ...] = ()  # the last tokens of the document that is being read, as many as a separator has
+            probabilities = probabilities[: int((before < self.top_p).sum())]
+            tokens = order if tokens is None else tokens[order]
+        drawn = int(torch.multinomial(probabilities, 1, generator=generator))
+        return drawn if tokens is None else int(tokens[drawn])
 
 
 class Reader:
-    """Reads tokens with the memory carried. A model without memory is given the last `context` tokens again each time.
+    """Reads prompts, and then the tokens that continue them, with keys and values cached: one more token costs one token.
 
-    `documents`, for a model whose memory was reset at documents, says where one begins.
+    Each token sees mem_len tokens before it (mem_len - 1 with same_length); in the prompt, mem_len before its stair of
+    `context` tokens, as in training with segments of that length. A model without memory sees the last `context` tokens.
+    `n_token` is that of the vocabulary, where the model has room for more: those are never drawn. `documents`, for a model
+    whose memory was reset at documents, says where one begins.
     """
 
     def __init__(
         self,
-        model: nn.Module,
+        model: TransformerXL,
         *,
         context: int,
         n_token: int | None = None,
         precision: str = "fp32",
         documents: Encoder | None = None,
     ):
-        self.model, self.context, self.precision, self.documents = model.eval(), context, precision, documents
-        self.n_token = n_token  # of the vocabulary, where the model has room for more: those are never drawn
+        self.model, self.context, self.n_token = model.eval(), context, n_token
+        self.precision, self.documents = precision, documents
         self.device = next(model.parameters()).device
 
-    @torch.inference_mode()
-    def read(self, tokens: Int[Tensor, "1 _"], after: Read | None = None) -> Read:
-        """Reads one token or more, in segments of at most `context`, after what was read before."""
-        tokens, after = tokens.cpu(), after or Read(torch.empty(0), [], tokens[:, :0].cpu())
-        starts, document = self._starts(tokens, after.document)
+    def begin(self, prompts: Sequence[Int[Tensor, "_"]], copies: Sequence[int] | None = None) -> "Texts | RecentTexts":
+        """Reads prompts of one token or more, of any lengths; each is then continued once, or `copies` times, side by side."""
+        copies = [1] * len(prompts) if copies is None else copies
         if self.model.memory.mem_len is None:
-            recent = torch.cat([after.recent, tokens], dim=1)[:, -self.context :]
-            if starts is not None and after.starts is not None:
-                starts = torch.cat([after.starts, starts], dim=1)
-            starts = None if starts is None else starts[:, -self.context :]
-            log_probs, mems = self._forward(recent, None, starts)
-        else:
-            recent, mems = tokens[:, :0], after.mems
-            for place in range(0, tokens.shape[1], self.context):
-                segment = slice(place, place + self.context)
-                marks = None if starts is None else starts[:, segment]
-                log_probs, mems = self._forward(tokens[:, segment], mems, marks)
-        return Read(log_probs[0, -1, : self.n_token], mems, recent, starts, document)
+            return RecentTexts(self, repeated(prompts, copies))
+        return Texts(self, prompts, copies)
 
-    def _starts(
-        self, tokens: Int[Tensor, "1 i"], document: tuple[int, ...]
-    ) -> tuple[Bool[Tensor, "1 i"] | None, tuple[int, ...]]:
-        """Which tokens begin a document, after the end of the one before, and the end of the last one."""
-        if self.documents is None:
-            return None, ()
-        marks, kept = [], len(self.documents.separator)
-        for number in tokens[0].tolist():
-            marks.append(self.documents.begins(document, number))
-            document = (number,) if marks[-1] else (*document, number)[-kept:]
-        return torch.tensor([marks]), document
-
-    def _forward(
-        self, tokens: Int[Tensor, "1 i"], mems: list[Tensor] | None, starts: Bool[Tensor, "1 i"] | None
-    ) -> tuple[Float[Tensor, "1 i v"], list[Tensor]]:
-        starts = None if starts is None else starts.to(self.device)
+    @torch.inference_mode()
+    def predict(
+        self, cache: Cache, tokens: Int[Tensor, "b i"], starts: Bool[Tensor, "b i"] | None, *, stair: int
+    ) -> Float[Tensor, "b v"]:
+        """log p of the token after those that are read."""
+        starts = None if starts is None else to_device(starts, self.device)
         with autocast(self.device, self.precision):
-            return self.model(tokens.to(self.device), mems, starts=starts)
+            hidden = cache.read(to_device(tokens, self.device), starts=starts, stair=stair)
+            return self.model.softmax.log_prob(hidden[:, -1:])[:, 0, : self.n_token]
+
+
+def repeated(rows: Sequence[Any], copies: Sequence[int]) -> list[Any]:
+    """Each row as often as `copies` says."""
+    return [row for row, times in zip(rows, copies, strict=True) for _ in range(times)]
+
+
+class Borders:
+    """Marks where documents begin in texts that are read side by side, however few tokens at a time."""
+
+    def __init__(self, documents: Encoder | None, n_batch: int):
+        self.documents = documents
+        self.ends: list[tuple[int, ...]] = [()] * n_batch  # of what was read of each document, as long as a separator
+
+    def mark(self, row: int, tokens: Sequence[int]) -> list[bool]:
+        """Which tokens begin a document, in the text of this row, after those that were marked before."""
+        marks, end = [], self.ends[row]
+        for number in tokens:
+            marks.append(self.documents.begins(end, number))
+            end = (number,) if marks[-1] else (*end, number)[-len(self.documents.separator) :]
+        self.ends[row] = end
+        return marks
+
+
+class Texts:
+    """Texts that are continued side by side, each as if it were alone; `log_probs` are those of their next tokens."""
+
+    def __init__(self, reader: Reader, prompts: Sequence[Int[Tensor, "_"]], copies: Sequence[int]):
+        self.reader, self.borders = reader, Borders(reader.documents, len(prompts))
+        caches, log_probs = zip(*(self._alone(*row) for row in enumerate(prompts)), strict=True)
+        self.borders.ends = repeated(self.borders.ends, copies)
+        self.log_probs = torch.cat(repeated(log_probs, copies))
+        self.cache = Cache.join(caches, copies)
+
+    def _alone(self, row: int, prompt: Int[Tensor, "_"]) -> tuple[Cache, Float[Tensor, "1 v"]]:
+        """A prompt as it is read without the others, in long segments."""
+        reader, context = self.reader, self.reader.context
+        length = -(-PROMPT_AT_ONCE // context) * context
+        cache = Cache(reader.model, reach=reach_of(reader.model), room=min(length, len(prompt)))
+        starts = None if reader.documents is None else torch.tensor([self.borders.mark(row, prompt.tolist())])
+        for segment in (slice(place, place + length) for place in range(0, len(prompt), length)):
+            marks = None if starts is None else starts[:, segment]
+            log_probs = reader.predict(cache, prompt[None, segment], marks, stair=stair_of(reader.model, context))
+        return cache, log_probs
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Reads one more token of each text."""
+        starts = None
+        if self.reader.documents is not None:
+            starts = torch.tensor([self.borders.mark(row, [token]) for row, token in enumerate(tokens)])
+        self.log_probs = self.reader.predict(self.cache, torch.tensor(tokens)[:, None], starts, stair=1)
+
+
+class RecentTexts:
+    """`Texts` of a model without memory: of each, the last `context` tokens are read again once there are more of them."""
+
+    def __init__(self, reader: Reader, prompts: Sequence[Int[Tensor, "_"]]):
+        self.reader, context = reader, reader.context
+        self.borders = Borders(reader.documents, len(prompts))
+        self.cache = Cache(reader.model, reach=context, room=context)
+        self.recent = [prompt.tolist() for prompt in prompts]
+        self.marks = [self._mark(row, prompt) for row, prompt in enumerate(self.recent)]
+        self._read_again()
+
+    def _mark(self, row: int, tokens: list[int]) -> list[bool]:
+        if self.reader.documents is None:
+            return [False] * len(tokens)
+        return self.borders.mark(row, tokens)
+
+    def _read_again(self) -> None:
+        """What a text lacks in length is filled up, as another document."""
+        context = self.reader.context
+        self.recent, self.marks = ([row[-context:] for row in rows] for rows in (self.recent, self.marks))
+        longest = max(map(len, self.recent))
+        tokens = torch.tensor([[0] * (longest - len(row)) + row for row in self.recent])
+        starts = [[False] * (longest - len(row)) + [True, *row[1:]] for row in self.marks]
+        self.cache.clear()
+        self.log_probs = self.reader.predict(self.cache, tokens, torch.tensor(starts), stair=1)
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Reads one more token of each text."""
+        for row, token in enumerate(tokens):
+            self.recent[row].append(token)
+            self.marks[row] += self._mark(row, [token])
+        if self.cache.stop == self.reader.context:
+            self._read_again()
+            return
+        starts = torch.tensor([row[-1:] for row in self.marks])
+        self.log_probs = self.reader.predict(self.cache, torch.tensor(tokens)[:, None], starts, stair=1)
 
 
 def borders_for(encoder: Encoder, resets: bool) -> Encoder | None:
@@ -153,14 +222,40 @@ def encode_prompt(encoder: Encoder, prompt: bytes) -> Int[Tensor, "1 _"]:
     return torch.from_numpy(tokens)[None]
 
 
-def generate(reader: Reader, prompt: Read, sampling: Sampling, generator: torch.Generator) -> Iterator[int]:
-    """The tokens that continue what was read, one by one."""
-    state = prompt
+def generate(
+    texts: Texts | RecentTexts, sampling: Sampling, generators: Sequence[torch.Generator]
+) -> Iterator[list[int]]:
+    """The tokens that continue each text, one of each at a time; every text has a generator of its own."""
     for remaining in range(sampling.max_new_tokens, 0, -1):
-        token = sampling.draw(state.log_probs, generator)
-        yield token
+        log_probs = texts.log_probs.cpu()
+        tokens = [sampling.draw(row, generator) for row, generator in zip(log_probs, generators, strict=True)]
+        yield tokens
         if remaining > 1:
-            state = reader.read(torch.tensor([[token]]), state)
+            texts.extend(tokens)
+
+
+def pieces(
+    texts: Texts | RecentTexts,
+    sampling: Sampling,
+    generators: Sequence[torch.Generator],
+    *,
+    decode: Callable[[list[int]], bytes],
+    stop: bytes | None = None,
+) -> Iterator[tuple[int, bytes | None]]:
+    """What `generate` makes as text: the number of a row and its next piece, or None where it has ended, before `stop`."""
+    untils = [Until(stop) for _ in generators]
+    for tokens in generate(texts, sampling, generators):
+        for row, (until, token) in enumerate(zip(untils, tokens, strict=True)):
+            if not until.ended:
+                yield row, until.feed(decode([token]))
+                if until.ended:
+                    yield row, None
+        if all(until.ended for until in untils):
+            return
+    for row, until in enumerate(untils):
+        if not until.ended:
+            yield row, until.finish()
+            yield row, None
 
 
 def sample_seed(seed: int, sample: int) -> torch.Generator:
@@ -168,19 +263,34 @@ def sample_seed(seed: int, sample: int) -> torch.Generator:
     return torch.Generator().manual_seed((seed * 1_000_003 + sample) % 2**63)
 
 
-def until(pieces: Iterable[bytes], stop: bytes | None) -> Iterator[bytes]:
+class Until:
     """Passes pieces of text on, as early as they cannot belong to `stop`, and ends before it."""
-    if not stop:
-        yield from pieces
-        return
-    held = b""
-    for piece in pieces:
-        held += piece
-        place = held.find(stop)
+
+    def __init__(self, stop: bytes | None):
+        self.stop, self.held, self.ended = stop, b"", False
+
+    def feed(self, piece: bytes) -> bytes:
+        """What can be passed on after one more piece."""
+        if self.ended:
+            return b""
+        text, stop = self.held + piece, self.stop
+        if not stop:
+            return text
+        place = text.find(stop)
         if place >= 0:
-            yield held[:place]
-            return
-        keep = next((n for n in range(min(len(stop) - 1, len(held)), 0, -1) if held.endswith(stop[:n])), 0)
-        yield held[: len(held) - keep]
-        held = held[len(held) - keep :]
-    yield held
+            self.ended, self.held = True, b""
+            return text[:place]
+        keep = next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
+        self.held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+    def finish(self) -> bytes:
+        """What was held back, when no more text comes."""
+        rest, self.held, self.ended = self.held, b"", True
+        return rest
+
+
+def rows_at_once(model: TransformerXL, context: int) -> int:
+    """How many texts are continued side by side: as many as fill the machine, if the keys and values have room."""
+    kept = context if model.memory.mem_len is None else model.memory.mem_len * 5 // 4
+    return max(1, min(ROWS_AT_ONCE, CACHE_BYTES // cache_bytes(model, kept + 1)))

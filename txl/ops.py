@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from txl.tiles import EagerAttention, Tiles, as_autocast, draw_seed, hidden_keys, relative_shift
+from txl.tiles import EagerAttention, Tiles, as_autocast, draw_seed, hidden_keys, one_query, relative_shift
 
 __all__ = ["attention", "distance_encoding", "hidden_keys", "relative_shift", "sinusoids"]
 
@@ -74,6 +74,8 @@ def attention(
     keeps nothing. There is no double backward.
     """
     query, key, value, by_distance, r = as_autocast(query, key, value, by_distance, r)
+    if query.shape[2] == 1 and not dropatt and not torch.is_grad_enabled():
+        return one_query(query, key, value, by_distance, r, documents, reach)
     given = (query.contiguous(), key, value, None if by_distance is None else by_distance.contiguous(), r, documents)
     options = (reach, stair, float(dropatt), tile)
     if torch.compiler.is_compiling():

@@ -45,6 +45,13 @@ def autocast(device: torch.device, precision: str) -> contextlib.AbstractContext
     return torch.autocast(device.type, dtype=DTYPES[precision])
 
 
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copies to the device; on CUDA from page-locked memory, so that the host does not wait for it."""
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
 class StopSignals:
     """While active, SIGTERM, SIGUSR1 and Ctrl-C only raise a flag, which the loop reads after each update.
 

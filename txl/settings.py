@@ -124,6 +124,7 @@ class Generate:
     checkpoint: str
     prompt: str | None
     prompt_file: str | None
+    each_line: bool
     max_new_tokens: int
     temperature: float | int
     top_k: int | None

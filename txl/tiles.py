@@ -233,6 +233,34 @@ class Tiles:
         return grad_query, grad_key, grad_value, grad_by_distance, grad_r
 
 
+def one_query(
+    query: Float[Tensor, "h b one d"],
+    key: Float[Tensor, "h b j d"],
+    value: Float[Tensor, "h b j d"],
+    by_distance: Float[Tensor, "h b one e"] | None,
+    r: Float[Tensor, "h r e"] | None,
+    documents: Int[Tensor, "b j"] | None,
+    reach: int | None,
+) -> Float[Tensor, "h b one d"]:
+    """`attention` of a single query, as generation asks for it: its window is a slice, and there is nothing to skew."""
+    n_head, n_batch, n_key, width = key.shape
+    oldest = 0 if reach is None else max(0, n_key - 1 - reach)
+    if oldest:
+        key, value, n_key = key[:, :, oldest:], value[:, :, oldest:], n_key - oldest
+    query, key = query.reshape(-1, 1, width), key.flatten(0, 1).mT
+    if r is None:
+        scores = torch.bmm(query, key)
+    else:
+        distances = torch.bmm(by_distance.squeeze(2), r[:, oldest:-1].mT)
+        scores = torch.baddbmm(distances.view(-1, 1, n_key), query, key)
+    if documents is not None:
+        foreign = documents[:, None, oldest:] != documents[:, None, -1:]
+        scores.unflatten(0, (n_head, -1)).masked_fill_(foreign, -math.inf)
+    weights = torch.softmax(scores, dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32))
+    attended = torch.bmm(weights.to(value.dtype), value.flatten(0, 1))
+    return attended.view(n_head, n_batch, 1, width)
+
+
 def _length(of: slice) -> int:
     return of.stop - of.start
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from txl.data.encoding import Split
-from txl.data.streams import Lanes, ShuffledDocuments, scoring_segments
+from txl.data.streams import Lanes, ScoredLane, ShuffledDocuments, scoring_segments
 from txl.data.vocab import Bytes, Words
 
 
@@ -59,16 +59,22 @@ def test_a_split_too_short_for_one_segment_a_lane_is_refused(n_token):
     assert next(Lanes(np.arange(13), batch_size=3, tgt_len=4)).tokens.shape == (3, 4)
 
 
-@given(st.integers(2, 70), st.integers(1, 12), st.integers(1, 20))
-def test_every_token_but_the_first_is_scored_exactly_once(n_token, batch_size, tgt_len):
-    tokens = np.arange(n_token, dtype=np.uint8)
-    scored = []
-    for segment in scoring_segments(tokens, batch_size=batch_size, tgt_len=tgt_len):
-        pairs = zip(segment.tokens[segment.scored].tolist(), segment.targets[segment.scored].tolist(), strict=True)
-        for before, target in pairs:
-            assert target == before + 1
-            scored.append(target)
-    assert sorted(scored) == list(range(1, n_token))
+def test_lanes_of_an_evaluation_are_read_side_by_side():
+    """The tokens of a lane that is being warmed, or has ended, are read and not scored; zeros stand beyond the text."""
+    lanes = [ScoredLane(0, 0, 6), ScoredLane(3, 6, 9)]
+    first, second = scoring_segments(np.arange(10), lanes, length=4, borders=np.array([0, 4]))
+    assert first.tokens.tolist() == [[0, 1, 2, 3], [3, 4, 5, 6]] and first.targets.tolist() == [
+        [1, 2, 3, 4],
+        [4, 5, 6, 7],
+    ]
+    assert first.scored.tolist() == [[True] * 4, [False] * 3 + [True]]
+    assert first.starts.tolist() == [[True, False, False, False], [False, True, False, False]]
+    assert second.tokens.tolist() == [[4, 5], [7, 8]] and second.targets.tolist() == [[5, 6], [8, 9]]
+    assert second.scored.all()
+    (whole,) = scoring_segments(np.arange(10), [ScoredLane(0, 0, 9), ScoredLane(7, 8, 9)], length=9)
+    assert (
+        whole.tokens[1].tolist() == [7, 8, 9, 0, 0, 0, 0, 0, 0] and whole.scored[1].sum() == 1 and whole.starts is None
+    )
 
 
 SENTENCES = b"a b c\nb\n\nc a c b\n a\nd e f g h\nlast"
@@ -180,15 +186,12 @@ def test_the_first_tokens_of_scored_documents_are_marked(batch_size, tgt_len):
     split = Split.of("test", TEXT, Bytes(), separator=b"|", resets=True)
     n_target, offset = len(TEXT) - 1, 0
     lane_len = -(-n_target // batch_size)
-    for segment in scoring_segments(split.tokens, batch_size=batch_size, tgt_len=tgt_len, borders=split.borders):
-        rows, length = segment.scored.shape
-        marks = (
-            by_hand(split.tokens, [lane * lane_len + offset for lane in range(rows)], length)
-            if offset < n_target
-            else []
-        )
+    lanes = [ScoredLane(start, start, min(start + lane_len, n_target)) for start in range(0, n_target, lane_len)]
+    for segment in scoring_segments(split.tokens, lanes, length=tgt_len, borders=split.borders):
+        length = segment.scored.shape[1]
+        marks = by_hand(split.tokens, [lane.begin + offset for lane in lanes], length)
         for found, expected, scored in zip(segment.starts.tolist(), marks, segment.scored.tolist(), strict=True):
             assert list(itertools.compress(found, scored)) == list(itertools.compress(expected, scored))
         offset += length
     plain = Split.of("test", TEXT, Bytes(), separator=b"|")
-    assert next(scoring_segments(plain.tokens, batch_size=1, tgt_len=4, borders=plain.borders)).starts is None
+    assert next(scoring_segments(plain.tokens, lanes, length=4, borders=plain.borders)).starts is None

@@ -1,5 +1,6 @@
 """Streams: a split cut into lanes, each read segment by segment, at a position that can be saved and set."""
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -146,8 +147,17 @@ class Lanes:
 
 
 @dataclass(frozen=True)
+class ScoredLane:
+    """A stretch of a text as an evaluation reads it: from input `begin` on, with the targets of inputs `first` to `end` scored."""
+
+    begin: int
+    first: int
+    end: int
+
+
+@dataclass(frozen=True)
 class ScoredSegment:
-    """A segment of an evaluation; `scored` is false on the padding of lanes that have ended."""
+    """A segment of an evaluation; `scored` is false where a lane is only warmed, and on what fills up lanes that have ended."""
 
     tokens: Int[Tensor, "b i"]
     targets: Int[Tensor, "b i"]
@@ -155,18 +165,22 @@ class ScoredSegment:
     starts: Bool[Tensor, "b i"] | None = None
 
 
-def scoring_segments(tokens: np.ndarray, *, batch_size: int, tgt_len: int, borders: np.ndarray | None = None):
-    """Every token but the first as a target exactly once, whatever batch_size and tgt_len: the lanes may end unevenly.
-
-    The targets are cut into `batch_size` contiguous lanes of equal length, but for the last ones, which are filled up;
-    lanes that would hold nothing but padding are dropped.
-    """
-    n_target = len(tokens) - 1
-    lane_len = -(-n_target // batch_size)
-    starts = np.arange(0, n_target, lane_len)
-    for offset in range(0, lane_len, tgt_len):
-        length = min(tgt_len, lane_len - offset)
-        both = gather(tokens, starts + offset, length + 1)
-        place = torch.from_numpy(starts + offset)[:, None] + torch.arange(length)
-        marks = marked(borders, starts + offset, length)
-        yield ScoredSegment(tokens=both[:, :-1], targets=both[:, 1:], scored=place < n_target, starts=marks)
+def scoring_segments(
+    tokens: np.ndarray, lanes: Sequence[ScoredLane], *, length: int, borders: np.ndarray | None = None
+) -> Iterator[ScoredSegment]:
+    """Reads lanes side by side, `length` tokens at a time, until the longest has ended."""
+    begins, firsts, ends = (
+        np.array([getattr(lane, name) for lane in lanes], dtype=np.int64) for name in ("begin", "first", "end")
+    )
+    longest = int((ends - begins).max(initial=0))
+    for offset in range(0, longest, length):
+        places, size = begins + offset, min(length, longest - offset)
+        both = gather(tokens, places, size + 1)
+        place = places[:, None] + np.arange(size)
+        scored = (place >= firsts[:, None]) & (place < ends[:, None])
+        yield ScoredSegment(
+            tokens=both[:, :-1],
+            targets=both[:, 1:],
+            scored=torch.from_numpy(scored),
+            starts=marked(borders, places, size),
+        )
