@@ -14,8 +14,9 @@ from txl.data.text import Piece
 from txl.data.vocab import Words
 from txl.model import TransformerXL
 from txl.reading import Cache, cache_bytes, reach_of, stair_of
-from txl.runtime import autocast, to_device
+from txl.runtime import autocast, threads, to_device
 
+ONE_THREAD = 2**24  # multiplications, up to which waking a second thread costs more than its help is worth
 PROMPT_AT_ONCE = 1024  # tokens of a prompt that are read at a time
 ROWS_AT_ONCE, CACHE_BYTES = 64, 2**31  # texts that are continued side by side, and what their keys and values may take
 
@@ -98,9 +99,17 @@ class Reader:
     ) -> Float[Tensor, "b v"]:
         """log p of the token after those that are read."""
         starts = None if starts is None else to_device(starts, self.device)
-        with autocast(self.device, self.precision):
+        small = self.device.type == "cpu" and self._work(cache, tokens) <= ONE_THREAD
+        with threads(1 if small else torch.get_num_threads()), autocast(self.device, self.precision):
             hidden = cache.read(to_device(tokens, self.device), starts=starts, stair=stair)
             return self.model.softmax.log_prob(hidden[:, -1:])[:, 0, : self.n_token]
+
+    def _work(self, cache: Cache, tokens: Int[Tensor, "b i"]) -> int:
+        """The multiplications of the largest product in a layer: scores over the window, or the feed-forward network."""
+        layer = self.model.layers[0]
+        return tokens.numel() * max(
+            layer.attention.q_net.weight.shape[0] * (cache.length + 1), layer.feedforward.inner.weight.numel()
+        )
 
 
 def repeated(rows: Sequence[Any], copies: Sequence[int]) -> list[Any]:

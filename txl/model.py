@@ -57,12 +57,15 @@ class DecoderLayer(nn.Module):
         stair: int = 1,
     ) -> Float[Tensor, "b i m"]:
         """The layer itself, given the keys and values of memory and segment; `segment` is `hidden` as `normed` returns it."""
-        attended = self.attention(segment, keys_values, r, documents, reach=reach, stair=stair)
-        hidden = hidden + self.dropout(attended)
+        hidden = hidden + self.dropped(self.attention(segment, keys_values, r, documents, reach=reach, stair=stair))
         if self.pre_norm:
-            return hidden + self.dropout(self.feedforward(self.feedforward_norm(hidden)))
+            return hidden + self.dropped(self.feedforward(self.feedforward_norm(hidden)))
         hidden = self.attention_norm(hidden)
-        return self.feedforward_norm(hidden + self.dropout(self.feedforward(hidden)))
+        return self.feedforward_norm(hidden + self.dropped(self.feedforward(hidden)))
+
+    def dropped(self, rows: Float[Tensor, "b i m"]) -> Float[Tensor, "b i m"]:
+        """What dropout leaves; where one token is read at a time, even asking a module for nothing costs."""
+        return self.dropout(rows) if self.training else rows
 
 
 class TransformerXL(nn.Module):

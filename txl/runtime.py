@@ -45,6 +45,20 @@ def autocast(device: torch.device, precision: str) -> contextlib.AbstractContext
     return torch.autocast(device.type, dtype=DTYPES[precision])
 
 
+@contextlib.contextmanager
+def threads(number: int) -> Iterator[None]:
+    """Lets torch use so many threads meanwhile."""
+    before = torch.get_num_threads()
+    if before == number:
+        yield
+        return
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Copies to the device; on CUDA from page-locked memory, so that the host does not wait for it."""
     if device.type == "cuda" and tensor.device.type == "cpu":

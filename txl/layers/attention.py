@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 
-from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
@@ -30,7 +29,9 @@ class Attention(nn.Module):
 
     def keys_values(self, rows: Float[Tensor, "b j m"]) -> Float[Tensor, "two h b j d"]:
         """What the rows of memory or segment are to all later queries."""
-        return rearrange(self.kv_net(rows), "b j (two h d) -> two h b j d", two=2, h=self.n_head)
+        return (
+            self.kv_net(rows).unflatten(2, (2, self.n_head, -1)).permute(2, 3, 0, 1, 4)
+        )  # b j (two h d) -> two h b j d
 
     def forward(
         self,
@@ -43,9 +44,9 @@ class Attention(nn.Module):
         stair: int = 1,
     ) -> Float[Tensor, "b i m"]:
         """Attends from each row of the segment to the memory's keys and values, which come first, and to the segment's."""
-        q = rearrange(self.q_net(segment), "b i (h d) -> h b i d", h=self.n_head)
+        q = self.q_net(segment).unflatten(2, (self.n_head, -1)).permute(2, 0, 1, 3)  # b i (h d) -> h b i d
         by_content, by_distance = self.position(q)
         window = dict(reach=reach, stair=stair, documents=documents)
         dropatt = self.dropatt if self.training else 0.0
         attended = ops.attention(by_content, *keys_values, by_distance, r, **window, dropatt=dropatt)
-        return self.o_net(rearrange(attended, "h b i d -> b i (h d)"))
+        return self.o_net(attended.permute(1, 2, 0, 3).flatten(2))  # h b i d -> b i (h d)

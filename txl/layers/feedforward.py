@@ -29,4 +29,5 @@ class FeedForward(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, hidden: Float[Tensor, "b i m"]) -> Float[Tensor, "b i m"]:
-        return self.outer(self.dropout(self.activation(self.inner(hidden))))
+        inner = self.activation(self.inner(hidden))
+        return self.outer(self.dropout(inner) if self.training else inner)

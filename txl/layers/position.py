@@ -45,10 +45,10 @@ class RelativePosition(nn.Module):
 
     def project(self, encoding: Float[Tensor, "r m"]) -> Float[Tensor, "h r d"]:
         """r = W_r R, the keys that stand for distances."""
-        return rearrange(self.r_net(encoding), "r (h d) -> h r d", h=self.n_head)
+        return rearrange(self.r_net(encoding), "r (h d) -> h r d", h=self.n_head).contiguous()
 
     def forward(self, q: Float[Tensor, "h b i d"]) -> tuple[Float[Tensor, "h b i d"], Float[Tensor, "h b i d"]]:
         """What enters the dot product with the keys (terms a and c), and with the r of their distances (b and d)."""
-        by_content = (q + rearrange(self.r_w_bias, "h d -> h 1 1 d")) * self.scale
-        by_distance = (q + rearrange(self.r_r_bias, "h d -> h 1 1 d")) * self.scale
+        by_content = (q + self.r_w_bias[:, None, None]) * self.scale
+        by_distance = (q + self.r_r_bias[:, None, None]) * self.scale
         return by_content, by_distance
