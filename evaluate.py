@@ -45,6 +45,8 @@ def main(cfg) -> dict:
     reading = {name: asked[name] for name in ("mem_len", "clamp_len", "same_length")}
     model_config = checkpoint.model_config(trained["model"], **reading)
     model = checkpoint.load_model(content, model_config).to(choose_device(cfg.device))
+    if cfg.compile:
+        model.compile_layers()
     trained_tgt_len = trained["tgt_len"] if trained["eval"]["tgt_len"] == TRAINED else trained["eval"]["tgt_len"]
     figure = evaluate(
         model,

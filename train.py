@@ -115,7 +115,7 @@ def train(path: Path, parts: "Parts", settings: Train, config: dict, overrides: 
     tracker, metrics = build(settings.tracker), tracking.Metrics(path / "metrics.jsonl", step=run.step)
     tracker.start(folder=path, name=f"{settings.name}/{path.name}", config=config)
     if settings.compile:
-        run.model.compile(dynamic=False)
+        run.model.compile_layers()
     steps = updates(
         run,
         steps=settings.steps,

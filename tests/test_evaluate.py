@@ -163,3 +163,13 @@ def test_closed_streams_are_no_reason_to_fail(trained_run, tmp_path):
         done = subprocess.run(f"{line} >&- <&-", shell=True, cwd=tmp_path, capture_output=True, timeout=120)
         assert done.returncode == 0, done.stderr
         assert b"Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_a_compiled_evaluation_gives_the_same_figure(trained_run, tmp_path):
+    figures = []
+    for flag in ("true", "false"):
+        outcome = command("evaluate", f"checkpoint={trained_run}", f"compile={flag}", "out=o.json", cwd=tmp_path)
+        assert outcome.status == 0, outcome.stderr
+        figures.append(json.loads(outcome.stdout)["nll"])
+    assert figures[0] == pytest.approx(figures[1], rel=1e-5)

@@ -125,7 +125,7 @@ class TransformerXL(nn.Module):
                 raise ValueError(f"model.{name}: must lie in [0, 1), got {rate}")
         self.memory, self.same_length = memory, same_length
         self.reach = memory.mem_len - 1 if same_length and memory.mem_len is not None else None
-        self.activation_checkpointing = activation_checkpointing
+        self.activation_checkpointing, self.compiled = activation_checkpointing, False
         self.softmax = softmax(n_token=n_token, d_model=d_model, d_embed=d_embed, tie_weight=tie_weight)
         self.dropout = nn.Dropout(dropout)
         self.layers = nn.ModuleList(
@@ -158,6 +158,17 @@ class TransformerXL(nn.Module):
                 nn.init.normal_(parameter, 0.0, init_std)
         self.softmax.reset(init_std=init_std, proj_init_std=proj_init_std)
 
+    def compile_layers(self) -> None:
+        """Compiles what a layer does with a segment, once for all layers and all lengths of the memory.
+
+        Embedding and output layer stay as they are: they are a few large products. The first segment of a text, which has no
+        memory, is read by the uncompiled layers: torch would make a program of its own for a size of zero.
+        """
+        self.compiled = True
+        for layer in self.layers:
+            layer.compile(fullgraph=True)
+            layer.compiled_attend = torch.compile(layer.attend, fullgraph=True)  # for `txl.reading`
+
     def forward(
         self,
         tokens: Int[Tensor, "b i"],
@@ -182,16 +193,29 @@ class TransformerXL(nn.Module):
         n_key = memories[0].shape[1] + hidden.shape[1]
         encoding = self.layers[0].attention.position.encode(n_key, hidden)
         encoding = self.dropout(encoding)  # one mask for all layers and the whole batch
+        if self.compiled:
+            growing(0, encoding)
+            growing(1, documents, *memories)
         inputs = []
         for layer, memory in zip(self.layers, memories, strict=True):
             inputs.append(hidden)
+            run = layer if memory.shape[1] or self.memory.mem_len is None else layer.forward  # see `compile_layers`
             if self.activation_checkpointing and self.training:
-                hidden = checkpoint(layer, hidden, memory, encoding, documents, self.reach, use_reentrant=False)
+                hidden = checkpoint(run, hidden, memory, encoding, documents, self.reach, use_reentrant=False)
             else:
-                hidden = layer(hidden, memory, encoding, documents, self.reach)
+                hidden = run(hidden, memory, encoding, documents, self.reach)
         hidden = self.dropout(hidden)
         output = self.softmax.log_prob(hidden) if targets is None else self.softmax.nll(hidden, targets)
         return output, self.memory.keep(memories, inputs, documents)
+
+
+def growing(dim: int, *tensors: Tensor | None) -> None:
+    """Tells torch.compile that this dimension has another size in the next segment: one program serves all sizes."""
+    if torch.compiler.is_compiling():
+        return
+    for tensor in tensors:
+        if tensor is not None:
+            torch._dynamo.maybe_mark_dynamic(tensor, dim)
 
 
 def document_numbers(memory: Float[Tensor, "b k m"], starts: Bool[Tensor, "b i"]) -> Int[Tensor, "b j"]:

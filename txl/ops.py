@@ -30,7 +30,6 @@ def _cached_encoding(
         return sinusoids(distances.clamp(max=clamp_len or n_key), d_model).to(dtype).to(device)
 
 
-@torch.compiler.assume_constant_result
 def distance_encoding(
     n_key: int, d_model: int, clamp_len: int | None, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
@@ -39,6 +38,9 @@ def distance_encoding(
     Distances beyond `clamp_len` count as `clamp_len`. Built on the CPU in float64, then rounded once: in bfloat16 only
     385 of the first 512 integers differ. Tables are kept, of the next power of two, since all segments ask for the same.
     """
+    if torch.compiler.is_compiling():  # part of the program, for any length
+        distances = torch.arange(n_key - 1, -2, -1, dtype=torch.float64).clamp(max=clamp_len or n_key)
+        return sinusoids(distances, d_model).to(dtype).to(device)
     size = 1 << (n_key - 1).bit_length()
     return _cached_encoding(size, d_model, clamp_len, dtype, device)[size - n_key :]
 

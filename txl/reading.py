@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from txl.model import TransformerXL
+from txl.model import TransformerXL, growing
 
 ABSENT = -1  # the document of rows that stand in for tokens that a shorter text does not have
 
@@ -70,7 +70,12 @@ class Cache:
             segment = layer.normed(hidden)
             kept[:, :, :, place:stop] = layer.attention.keys_values(segment)
             window, distances = kept[:, :, :, first:stop], r[:, r.shape[1] - 1 - (stop - first) :]
-            hidden = layer.attend(hidden, segment, window, distances, documents, reach=self.reach, stair=stair)
+            attend = layer.attend
+            if self.model.compiled:
+                attend = layer.compiled_attend
+                growing(3, window)
+                growing(1, distances, documents)
+            hidden = attend(hidden, segment, window, distances, documents, reach=self.reach, stair=stair)
         self.stop = stop
         return hidden
 
@@ -101,7 +106,7 @@ class Cache:
         n_batch = sum(cache.n_batch * times for cache, times in zip(caches, copies, strict=True))
         for layer, kept in enumerate(caches[0].keys_values):
             two, n_head, _, _, d_head = kept.shape
-            blank = kept.new_zeros(two, n_head, n_batch, joined.capacity, d_head)
+            blank = kept.new_zeros(two, n_head, n_batch, joined.capacity + 2, d_head)
             parts = [cache.keys_values[layer][:, :, :, cache.stop - cache.length : cache.stop] for cache in caches]
             joined.keys_values.append(gather(blank, parts, dim=2))
         if joined.borders or joined.padded:
@@ -123,10 +128,12 @@ class Cache:
         for layer in self.model.layers:
             row = layer.attention.keys_values(layer.normed(hidden[:, :1]))  # in the type that autocast gives it
             two, n_head, n_batch, _, d_head = row.shape
-            self.keys_values.append(row.new_empty(two, n_head, n_batch, self.capacity, d_head))
+            # some rows more than are used, here and of r: no window or its distances are a whole buffer, for whose strides
+            # torch.compile would make another program
+            self.keys_values.append(row.new_empty(two, n_head, n_batch, self.capacity + 2, d_head))
             position = layer.attention.position
             if len(self.r) < len(self.keys_values):
-                self.r.append(position.project(position.encode(longest, hidden)))
+                self.r.append(position.project(position.encode(longest + 1, hidden)))
 
     def _numbers(self) -> Int[Tensor, "b j"]:
         """The document of each row that the next token can see."""

@@ -110,6 +110,7 @@ class Evaluate:
     out: str | None
     device: str
     precision: Precision | Trained
+    compile: bool
     cache_dir: str | None
     data: dict
 

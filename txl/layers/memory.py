@@ -44,8 +44,10 @@ class SegmentMemory(nn.Module):
 
         Where `documents` numbers the document of each row, rows of another than the last one's are not-a-number.
         """
-        contexts = [torch.cat(pair, dim=1) for pair in zip(memories, inputs, strict=True)]
-        kept = [context[:, -self.mem_len :].detach() for context in contexts]
+        kept = []
+        for memory, hidden in zip(memories, inputs, strict=True):
+            leaving = max(0, memory.shape[1] + hidden.shape[1] - self.mem_len)
+            kept.append(torch.cat([memory[:, leaving:], hidden[:, -self.mem_len :]], dim=1).detach())
         if documents is None:
             return kept
         ended = rearrange(documents[:, -self.mem_len :] != documents[:, -1:], "b j -> b j 1")

@@ -1,0 +1,89 @@
+"""compile=true: the numbers of the uncompiled model, from one program, whatever the length of the memory. Not under the type hook."""
+
+import pytest
+import torch
+from conftest import tiny_model
+from test_evaluation import nll_of, split_of
+from torch._dynamo.utils import counters
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def programs():
+    return counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.parametrize("variant", [[], ["model.same_length=true"], ["model.pre_norm=true"], ["model/memory=none"]])
+@pytest.mark.parametrize("borders", [False, True])
+def test_training_needs_one_program_while_the_memory_grows(variant, borders):
+    """Losses, gradients and memory of seven segments; the memory is full after four."""
+    variant = [*variant, *([] if "model/memory=none" in variant else ["model.memory.mem_len=20"])]
+    plain, compiled = (tiny_model(*variant, "model.n_layer=3").train() for _ in range(2))
+    compiled.compile_layers()
+    mems, compiled_mems = None, None
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(7):
+        tokens = torch.randint(50, (2, 7), generator=generator)
+        starts = torch.rand(2, 6, generator=generator) < 0.2 if borders else None
+        nll, mems = plain(tokens[:, :-1], mems, tokens[:, 1:], starts=starts)
+        ours, compiled_mems = compiled(tokens[:, :-1], compiled_mems, tokens[:, 1:], starts=starts)
+        torch.testing.assert_close(ours, nll, rtol=1e-10, atol=1e-10)
+        nll.sum().backward()
+        ours.sum().backward()
+    for one, other in zip(compiled.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-9, atol=1e-9)
+    assert programs() == 1
+    assert not counters["graph_break"]
+
+
+@pytest.mark.parametrize("variant", ["memory", "same_length"])
+def test_evaluation_needs_one_program_while_the_memory_grows(variant):
+    """But for the last segment, which is shorter."""
+    overrides = ["model.memory.mem_len=20", *["model.same_length=true"] * (variant == "same_length")]
+    model, split = tiny_model(*overrides), split_of(101)
+    expected = nll_of(model, split, tgt_len=5, batch_size=1)
+    model.compile_layers()
+    assert nll_of(model, split, tgt_len=5, batch_size=1, length=5) == pytest.approx(expected, rel=1e-12)
+    assert programs() == 1 and not counters["graph_break"]
+
+
+def test_the_whole_model_compiles_without_a_break():
+    model = tiny_model().train()
+    tokens = torch.randint(50, (2, 6))
+    _, mems = model(tokens)
+    whole = torch.compile(model, fullgraph=True)
+    nll, _ = whole(tokens, mems, tokens)
+    torch.testing.assert_close(nll, model(tokens, mems, tokens)[0], rtol=1e-10, atol=1e-10)
+
+
+def test_dropout_on_compiled_attention_is_that_of_both_passes():
+    """The gradient of a dropped result, against differences with the same seed."""
+    model = tiny_model("model.dropatt=0.3", "model.n_layer=1").train()
+    model.compile_layers()
+    tokens = torch.randint(50, (2, 6))
+    _, mems = model(tokens)
+    weight = model.layers[0].attention.o_net.weight
+    direction = torch.randn_like(weight)
+
+    def loss():
+        torch.manual_seed(3)
+        return model(tokens, mems, tokens)[0].sum()
+
+    loss().backward()
+    slope = (weight.grad * direction).sum()
+    values = []
+    for step in (1e-6, -1e-6):
+        with torch.no_grad():
+            weight.add_(step * direction)
+        values.append(loss().detach())
+        with torch.no_grad():
+            weight.sub_(step * direction)
+    torch.testing.assert_close((values[0] - values[1]) / 2e-6, slope, rtol=1e-5, atol=1e-5)
