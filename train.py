@@ -70,7 +70,7 @@ def assemble(settings: Train) -> "Parts":
     """Everything that the configuration describes: data, vocabulary, model, optimizer; nothing is written but token files."""
     import torch
 
-    from txl.data.streams import Lanes
+    from txl.data.streams import Lanes, Prefetched
     from txl.optim import parameter_groups
     from txl.runs import Parts
     from txl.runtime import choose_device, set_seed
@@ -98,6 +98,7 @@ def assemble(settings: Train) -> "Parts":
     except (ValueError, RuntimeError, AssertionError) as error:  # torch's words name no key
         raise ValueError(f"optimizer: {error}") from error
     scaler = torch.amp.GradScaler(device.type, enabled=settings.precision == "fp16")
+    lanes = Prefetched(lanes, pin=device.type == "cuda")
     run = Run(model=model, optimizer=optimizer, lanes=lanes, scaler=scaler)
     return Parts(corpus=corpus, vocab=vocab, splits=splits, model_config=model_config, run=run)
 

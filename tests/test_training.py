@@ -8,7 +8,7 @@ from golden import part, read
 
 from txl import optim
 from txl.config import build
-from txl.data.streams import Lanes, Segment
+from txl.data.streams import Lanes, Prefetched, Segment
 from txl.interop import from_original, to_original
 from txl.training import Diverged, Run, updates
 
@@ -172,3 +172,55 @@ def test_an_overflow_in_fp16_skips_the_update_and_lowers_the_scale():
     assert math.isfinite(update.nll) and not math.isfinite(update.grad_norm)
     assert torch.equal(model.softmax.weight, before)
     assert run.scaler.get_scale() == 2.0**59
+
+
+@pytest.mark.parametrize("where", ["loss", "gradient"])
+def test_where_nothing_is_waited_for_the_weights_take_no_harm_either(where):
+    """As on an accelerator: the figures are read when something is logged or saved, and then the first bad update is named."""
+    model = tiny_model()
+    run = make_run(model, small_lanes(), "sgd")
+    steps = updates(run, steps=10, lr=0.01, schedule=constant, wait=False)
+    next(steps)
+    run.read_figures()
+    assert run.unlogged_tokens == 16 and run.unread == []
+    if where == "loss":
+        forward = model.forward
+        model.forward = lambda *given, **marks: (forward(*given, **marks)[0] * math.nan, [])
+    else:
+        model.softmax.out_bias.register_hook(lambda gradient: gradient * math.inf)
+    for _ in range(3):
+        next(steps)
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+    assert all(state.isfinite().all() for state in run.optimizer.state_dict()["state"][0].values())
+    left = list(run.unread)
+    for ask in (run.state_dict, run.take_unlogged):
+        run.unread = list(left)
+        with pytest.raises(Diverged, match="at update 2 the loss is"):
+            ask()
+
+
+def test_waiting_or_not_makes_no_difference_to_a_good_run():
+    results = []
+    for wait in (True, False):
+        model = tiny_model("model.dropout=0.1")
+        run = make_run(model, Prefetched(small_lanes(), pin=False))
+        torch.manual_seed(1)
+        done = list(updates(run, steps=30, lr=0.01, schedule=constant, clip=0.25, wait=wait))
+        results.append((run.take_unlogged(), [update.nll for update in done], run.state_dict()["lanes"], model))
+    assert results[0][:3] == results[1][:3]
+    assert all(map(torch.equal, results[0][3].parameters(), results[1][3].parameters()))
+
+
+def test_no_update_waits_for_the_device(monkeypatch):
+    """Nothing turns a tensor into a number between two lines of the log."""
+    run = make_run(tiny_model().float(), small_lanes(), "sgd")
+    steps = updates(run, steps=10, lr=0.01, schedule=constant, clip=0.25, wait=False)
+    next(steps)
+
+    def refuse(*_):
+        raise AssertionError("a tensor was read")
+
+    for name in ("item", "tolist", "__float__", "__int__", "__bool__", "cpu", "numpy"):
+        monkeypatch.setattr(torch.Tensor, name, refuse)
+    for _ in range(5):
+        next(steps)

@@ -61,7 +61,7 @@ def threads(number: int) -> Iterator[None]:
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Copies to the device; on CUDA from page-locked memory, so that the host does not wait for it."""
-    if device.type == "cuda" and tensor.device.type == "cpu":
+    if device.type == "cuda" and tensor.device.type == "cpu" and not tensor.is_pinned():
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
 

@@ -6,10 +6,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 
-from txl.data.streams import Lanes
-from txl.runtime import autocast
+from txl.data.streams import Lanes, Prefetched
+from txl.runtime import autocast, to_device
 
 
 @dataclass(kw_only=True)
@@ -18,7 +19,7 @@ class Run:
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
-    lanes: Lanes
+    lanes: Lanes | Prefetched
     scaler: torch.amp.GradScaler
     mems: list[Tensor] | None = None  # carried from each segment to the next
     step: int = 0  # updates done
@@ -27,6 +28,7 @@ class Run:
     valid_nll: list[float] = field(default_factory=list)  # of every validation, oldest first
     unlogged_nll: float = 0.0  # sum over the tokens since the last line of the log
     unlogged_tokens: int = 0
+    unread: list["Update"] = field(default_factory=list)  # updates whose figures the device may not have finished
 
     PLAIN = ("step", "tokens", "seconds", "valid_nll", "unlogged_nll", "unlogged_tokens")
 
@@ -42,14 +44,33 @@ class Run:
         self.valid_nll.append(nll)
         return best
 
+    def read_figures(self) -> None:
+        """Waits for the figures of the updates since this was last called, and adds them up. Raises Diverged for the first
+        whose loss or gradient is not finite."""
+        unread, self.unread = self.unread, []
+        if not unread:
+            return
+        scaled = self.scaler.is_enabled()  # then an overflowing gradient is the scaler's business: it skips the update
+        for update, (nll, grad_norm) in zip(unread, torch.stack([one.figures for one in unread]).tolist(), strict=True):
+            if not math.isfinite(nll) or not (math.isfinite(grad_norm) or scaled):
+                raise Diverged(
+                    f"optimizer.lr: at update {update.step} the loss is {nll} and its gradient's norm {grad_norm} (learning "
+                    f"rate {update.lr:.3g}); stopped before the weights took harm; try a lower rate, a longer "
+                    "schedule.warmup or clip"
+                )
+            self.unlogged_nll += nll * update.n_token
+            self.unlogged_tokens += update.n_token
+
     def take_unlogged(self) -> dict[str, float]:
         """The mean nll since this was last asked for; the count begins anew."""
+        self.read_figures()
         mean = self.unlogged_nll / max(1, self.unlogged_tokens)
         self.unlogged_nll, self.unlogged_tokens = 0.0, 0
         return {"train/nll": mean}
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values and tensors of their own storage."""
+        """Plain values and tensors of their own storage. Raises Diverged, as `read_figures` does, before anything is saved."""
+        self.read_figures()
         on_cuda = self.device.type == "cuda"
         return {
             **{name: getattr(self, name) for name in self.PLAIN},
@@ -96,13 +117,20 @@ class Run:
 
 @dataclass(frozen=True)
 class Update:
-    """What one update did: its mean nll (nats per token), its learning rate, the norm of its gradient before clipping."""
+    """What one update did, with its learning rate. Asking for its figures waits for the device."""
 
     step: int
-    nll: float
     n_token: int
     lr: float
-    grad_norm: float
+    figures: Float[Tensor, "two"]  # the mean nll (nats per token), the norm of the gradient before clipping
+
+    @property
+    def nll(self) -> float:
+        return float(self.figures[0])
+
+    @property
+    def grad_norm(self) -> float:
+        return float(self.figures[1])
 
 
 class Diverged(ValueError):
@@ -117,14 +145,18 @@ def updates(
     schedule: Callable[..., float],
     clip: float | int | None = None,
     precision: str = "fp32",
+    wait: bool | None = None,
 ) -> Iterator[Update]:
     """Trains until `steps` updates are done, one update each time round.
 
     Each reads the next segment of every lane with the memory carried in, follows the gradient of the mean nll, clipped
     to the global norm `clip`, and carries the memory out; where the lanes begin again, the memory begins empty.
-    Raises Diverged for a loss or gradient that is not finite, before the optimizer sees it.
+    Raises Diverged for a loss or gradient that is not finite, before the optimizer sees it, if it can `wait` for each
+    update's figures: by default on a CPU. Elsewhere nothing is waited for: the optimizer gets zeros in place of such a
+    gradient, and `Run.read_figures` raises, whenever something is logged or saved. So no bad figure reaches the weights.
     """
     parameters = list(run.model.parameters())
+    wait = run.device.type == "cpu" if wait is None else wait
     run.model.train()
     while run.step < steps:
         before = run.lanes.state_dict()
@@ -135,23 +167,29 @@ def updates(
             group["lr"] = rate
         run.optimizer.zero_grad(set_to_none=True)
         with autocast(run.device, precision):
-            starts = None if segment.starts is None else segment.starts.to(run.device)
-            nll, mems = run.model(segment.tokens.to(run.device), mems, segment.targets.to(run.device), starts=starts)
+            tokens, targets, starts = (
+                x if x is None else to_device(x, run.device) for x in (segment.tokens, segment.targets, segment.starts)
+            )
+            nll, mems = run.model(tokens, mems, targets, starts=starts)
         loss = nll.mean()
         run.scaler.scale(loss).backward()
         run.scaler.unscale_(run.optimizer)
         norm = nn.utils.clip_grad_norm_(parameters, math.inf if clip is None else clip)
-        mean, grad_norm = torch.stack([loss.detach(), norm]).tolist()  # the device is waited for but once
-        scaled = run.scaler.is_enabled()  # then an overflowing gradient is the scaler's business: it skips the update
-        if not math.isfinite(mean) or not (math.isfinite(grad_norm) or scaled):
-            run.lanes.load_state_dict(before)
-            raise Diverged(
-                f"optimizer.lr: at update {run.step + 1} the loss is {mean} and its gradient's norm {grad_norm} (learning "
-                f"rate {rate:.3g}); stopped before the weights took harm; try a lower rate, a longer schedule.warmup or clip"
-            )
+        figures = torch.stack([loss.detach(), norm])
+        update = Update(step=run.step + 1, n_token=nll.numel(), lr=rate, figures=figures)
+        run.unread.append(update)
+        if wait:
+            try:
+                run.read_figures()
+            except Diverged:
+                run.lanes.load_state_dict(before)
+                raise
+        elif not run.scaler.is_enabled():
+            bad = ~figures.isfinite().all()
+            for parameter in parameters:
+                if parameter.grad is not None:
+                    parameter.grad.masked_fill_(bad, 0.0)
         run.scaler.step(run.optimizer)
         run.scaler.update()
         run.mems, run.step, run.tokens = mems, run.step + 1, run.tokens + nll.numel()
-        run.unlogged_nll += mean * nll.numel()
-        run.unlogged_tokens += nll.numel()
-        yield Update(step=run.step, nll=mean, n_token=nll.numel(), lr=rate, grad_norm=grad_norm)
+        yield update

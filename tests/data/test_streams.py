@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from txl.data.encoding import Split
-from txl.data.streams import Lanes, ScoredLane, ShuffledDocuments, scoring_segments
+from txl.data.streams import Lanes, Prefetched, ScoredLane, ShuffledDocuments, scoring_segments
 from txl.data.vocab import Bytes, Words
 
 
@@ -43,6 +43,29 @@ def test_the_position_can_be_saved_and_set():
         assert all(map(torch.equal, [segment.tokens for segment in itertools.islice(other, 8)], expected))
         lanes.load_state_dict(state)
         next(lanes)
+
+
+@pytest.mark.parametrize("shuffle_seed", [None, 3])
+def test_prefetched_lanes_are_the_lanes(shuffle_seed):
+    """Segment by segment through three passes, and from every place that was saved."""
+    split = Split.of("train", TEXT, Bytes(), separator=b"|", resets=True)
+
+    def lanes():
+        return Lanes.of(split, batch_size=2, tgt_len=4, shuffle_seed=shuffle_seed)
+
+    def same(one, other):
+        equal = [torch.equal(getattr(one, name), getattr(other, name)) for name in ("tokens", "targets", "starts")]
+        return all(equal) and one.begins == other.begins
+
+    plain, ahead, states = lanes(), Prefetched(lanes(), pin=False), []
+    for _ in range(3 * len(TEXT) // 8):
+        assert ahead.state_dict() == plain.state_dict()
+        states.append(plain.state_dict())
+        assert same(next(ahead), next(plain))
+    for state in states:
+        plain.load_state_dict(state)
+        ahead.load_state_dict(state)
+        assert all(same(next(ahead), next(plain)) for _ in range(5))
 
 
 def test_a_position_in_other_lanes_is_refused():

@@ -1,7 +1,8 @@
 """Streams: a split cut into lanes, each read segment by segment, at a position that can be saved and set."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -144,6 +145,51 @@ class Lanes:
                 f"these have {self.lane_len}"
             )
         self.move(state.get("epoch", 0), state["position"])
+
+
+class Prefetched:
+    """Lanes whose next segment is prepared, in a thread, while the last one is in use; on CUDA in page-locked memory.
+
+    What it saves and sets is the place of what was taken, not of what is prepared.
+    """
+
+    def __init__(self, lanes: Lanes, *, pin: bool):
+        self.lanes, self.pin = lanes, pin
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="lanes")
+        self._state, self._ready = lanes.state_dict(), None
+
+    @property
+    def borders(self) -> np.ndarray | None:
+        return self.lanes.borders
+
+    def __iter__(self):
+        return self
+
+    def __next__(self) -> Segment:
+        ready = self._ready or self._thread.submit(self._prepare)
+        segment, self._state = ready.result()
+        self._ready = self._thread.submit(self._prepare)
+        return segment
+
+    def _prepare(self) -> tuple[Segment, dict[str, int]]:
+        segment = next(self.lanes)
+        if self.pin:
+            starts = None if segment.starts is None else segment.starts.pin_memory()
+            tokens, targets = segment.tokens.pin_memory(), segment.targets.pin_memory()
+            segment = replace(segment, tokens=tokens, targets=targets, starts=starts)
+        return segment, self.lanes.state_dict()
+
+    def state_dict(self) -> dict[str, int]:
+        """Where the next segment begins."""
+        return self._state
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Goes on from there; what was prepared is dropped."""
+        if self._ready is not None:
+            self._ready.result()
+            self._ready = None
+        self.lanes.load_state_dict(state)
+        self._state = self.lanes.state_dict()
 
 
 @dataclass(frozen=True)
