@@ -1,6 +1,6 @@
 # make train: everything from nothing. Any Python 3.11 to 3.13 will do: make train PYTHON=python3.12
 # make train ARGS="model.n_layer=8 steps=2000": any override
-# make bench ARGS="--authors FOLDER": beside the authors' code
+# make bench PEER=FOLDER: beside the authors' code, of which FOLDER is the folder `pytorch`
 
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null && echo $$p && break; done)
@@ -8,6 +8,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 CHECKED := --jaxtyping-packages=txl,beartype.beartype
 ARGS ?=
+PEER ?=
 
 .PHONY: train test test-slow lint bench
 .DEFAULT_GOAL := train
@@ -22,7 +23,7 @@ test-slow: $(VENV)/.installed
 	$(BIN)/python -m pytest -m slow $(ARGS)
 
 bench: $(VENV)/.installed
-	$(BIN)/python -m benchmarks.output_layer $(ARGS)
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m benchmarks.speed $(if $(PEER),--peer $(PEER)) $(ARGS)
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

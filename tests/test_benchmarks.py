@@ -14,3 +14,22 @@ def test_the_benchmark_of_the_output_layer_prints_its_table():
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=True)
     rows = [line.split(" | ")[0].removeprefix("| ") for line in done.stdout.splitlines()[2:]]
     assert rows[:3] == ["ours, div_val 1", "ours, div_val 4", "ours, full softmax"] and len(rows) == 5
+
+
+@pytest.mark.slow
+def test_the_benchmark_of_speed_prints_its_table_and_draws(tmp_path):
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.speed",
+        "--scale",
+        "16",
+        "--rounds",
+        "1",
+        "--plot",
+        f"{tmp_path}/p.png",
+    ]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=True)
+    rows = [line.split(" | ")[0].removeprefix("| ") for line in done.stdout.splitlines()[2:]]
+    assert len(rows) == 9 and rows[0].startswith("attention block") and rows[-1].startswith("peak memory")
+    assert (tmp_path / "p.png").stat().st_size > 10_000

@@ -201,7 +201,7 @@ def test_reading_settings_change_the_configuration_they_should():
     none = checkpoint.construct(checkpoint.model_config(config, **{**same, "mem_len": None}))
     assert none.memory.mem_len is None
     more = checkpoint.construct(checkpoint.model_config(config, **{**same, "mem_len": 99}))
-    assert more.memory.mem_len == 99 and more.layers[0].attention.span == 99
+    assert more.memory.mem_len == 99 and more.reach == 98
     bare = {**config, "memory": {"_target_": "txl.layers.memory.NoMemory", "mem_len": 9}}
     assert checkpoint.construct(checkpoint.model_config(bare, **{**same, "mem_len": 5})).memory.mem_len == 5
     back = checkpoint.model_config(
@@ -209,7 +209,7 @@ def test_reading_settings_change_the_configuration_they_should():
     )
     assert checkpoint.construct(back).memory.mem_len == 5
     free = checkpoint.construct(checkpoint.model_config(config, **{**same, "clamp_len": None, "same_length": None}))
-    assert free.layers[0].attention.position.clamp_len is None and free.layers[0].attention.span is None
+    assert free.layers[0].attention.position.clamp_len is None and free.reach is None
 
 
 def test_a_twin_shares_its_parameters(tokens):
