@@ -9,17 +9,16 @@ gradients included, recorded in one pass of a process of its own.
 
 import argparse
 import math
-import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.measure import find_authors, medians, peak
 from txl.layers.softmax import AdaptiveSoftmax, FullSoftmax
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -111,34 +110,16 @@ def batch(options: argparse.Namespace) -> tuple[Tensor, Tensor]:
 
 
 def step(layer: nn.Module, tokens: Tensor, targets: Tensor) -> None:
-    layer.zero_grad(set_to_none=True)
+    """The gradients are dropped at its end: not all layers hold theirs at a time."""
     layer(tokens, targets).mean().backward()
+    layer.zero_grad(set_to_none=True)
 
 
 def times(options: argparse.Namespace) -> dict[str, tuple[float, float]]:
     """The median seconds of process time and of wall time of each layer."""
-    made = {name: make() for name, make in layers(options).items()}
     tokens, targets = batch(options)
-    spent = {name: [] for name in made}
-    for _ in range(1 + options.rounds):  # the first warms up
-        for name, layer in made.items():
-            started = time.process_time(), time.perf_counter()
-            step(layer, tokens, targets)
-            spent[name].append((time.process_time() - started[0], time.perf_counter() - started[1]))
-            layer.zero_grad(set_to_none=True)
-    return {name: tuple(map(statistics.median, zip(*rounds[1:], strict=True))) for name, rounds in spent.items()}
-
-
-def peak(options: argparse.Namespace) -> int:
-    """The most bytes that one forward and backward pass of the layer `options.memory` has allocated at a time."""
-    layer = layers(options)[options.memory]()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        step(layer, *batch(options))
-    events = [event for event in recorded.profiler.kineto_results.events() if event.name() == "[memory]"]
-    held = [0]
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        held.append(held[-1] + event.nbytes())
-    return max(held)
+    calls = {name: partial(step, make(), tokens, targets) for name, make in layers(options).items()}
+    return medians(calls, options.rounds)
 
 
 @torch.no_grad()
@@ -175,7 +156,7 @@ def table(options: argparse.Namespace, arguments: list[str]) -> str:
     ]
     for name, (cpu, wall) in spent.items():
         command = [sys.executable, "-m", "benchmarks.output_layer", *arguments, "--memory", name]
-        mebibytes = int(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout) / 2**20
+        mebibytes = float(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
         columns = [name, f"{cpu:.2f} s", f"{cpu_base / cpu:.1f}x", f"{wall:.2f} s", f"{wall_base / wall:.1f}x"]
         lines.append(f"| {' | '.join(columns)} | {mebibytes:,.0f} |")
     return "\n".join(lines)
@@ -191,15 +172,14 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--cutoffs", type=int, nargs="+", default=[20_000, 40_000, 200_000])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--memory", help="print the peak memory of this row, in bytes, and nothing else")
+    parser.add_argument("--memory", help="print the peak memory of this row, in MiB, and nothing else")
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     if options.authors is not None:
-        sys.path += [f"{options.authors}/pytorch", f"{options.authors}/pytorch/utils"]
-        torch.version.cuda = torch.version.cuda or "12.0"  # their import reads it, and a CPU build has none
+        find_authors(f"{options.authors}/pytorch")
     if options.memory is not None:
-        print(peak(options))
+        print(peak(partial(step, layers(options)[options.memory](), *batch(options))))
         return
     if options.authors is not None:
         agree(options)

@@ -18,6 +18,7 @@ sys.path.insert(0, str(ROOT))
 import pytest
 import torch
 from hydra.core.hydra_config import HydraConfig
+from torch.profiler import ProfilerActivity, profile
 
 from txl import config as hydra_config
 
@@ -146,6 +147,17 @@ def run_files(path):
 def compose(*overrides: str, config_name: str = "train"):
     """A configuration, as the command line would make it."""
     return hydra_config.compose(config_name, list(overrides))
+
+
+def held_at_most(call):
+    """The bytes that a call has allocated at a time, at the most."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        call()
+    events = [event for event in recorded.profiler.kineto_results.events() if event.name() == "[memory]"]
+    held = [0]
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held.append(held[-1] + event.nbytes())
+    return max(held)
 
 
 def tiny_model(*overrides: str, n_token: int = 50):

@@ -1,7 +1,7 @@
 import pytest
 import torch
+from conftest import held_at_most
 from torch.nn import functional as F
-from torch.profiler import ProfilerActivity, profile
 
 from txl import losses
 
@@ -63,13 +63,7 @@ def test_the_loss_never_holds_tokens_times_vocabulary_twice(kept, monkeypatch):
     (hidden, weight, bias), targets = output_layer(n=256, v=4000, d=4, dtype=torch.float32)
 
     def peak(nll):
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-            nll().sum().backward()
-        events = [event for event in recorded.profiler.kineto_results.events() if event.name() == "[memory]"]
-        held = [0]
-        for event in sorted(events, key=lambda event: event.start_ns()):
-            held.append(held[-1] + event.nbytes())
-        return max(held) / (4 * 256 * 4000)
+        return held_at_most(lambda: nll().sum().backward()) / (4 * 256 * 4000)
 
     assert peak(lambda: plain_nll(hidden, weight, bias, targets)) > 2.9
     assert peak(lambda: losses.linear_nll(hidden, weight, bias, targets, chunk=200)) < (1.3 if kept else 0.3)

@@ -3,8 +3,8 @@ from functools import partial
 
 import pytest
 import torch
+from conftest import held_at_most
 from torch.nn import functional as F
-from torch.profiler import ProfilerActivity, profile
 
 from txl import ops, tiles
 
@@ -208,17 +208,6 @@ def test_attention_dropout_falls_on_the_weights():
     out = ops.attention(ones, ones, ones, reach=0, dropatt=0.5)
     assert set(out.flatten().tolist()) == {0.0, 2.0}
     assert 100 < (out == 0).sum() < 300
-
-
-def held_at_most(call):
-    """The bytes that a call has allocated at a time, at the most."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        call()
-    events = [event for event in recorded.profiler.kineto_results.events() if event.name() == "[memory]"]
-    held = [0]
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        held.append(held[-1] + event.nbytes())
-    return max(held)
 
 
 def backward_through(parts, keep):

@@ -132,8 +132,7 @@ class Cache:
             # torch.compile would make another program
             self.keys_values.append(row.new_empty(two, n_head, n_batch, self.capacity + 2, d_head))
             position = layer.attention.position
-            if len(self.r) < len(self.keys_values):
-                self.r.append(position.project(position.encode(longest + 1, hidden)))
+            self.r.append(position.project(position.encode(longest + 1, hidden)))
 
     def _numbers(self) -> Int[Tensor, "b j"]:
         """The document of each row that the next token can see."""

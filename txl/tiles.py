@@ -76,10 +76,10 @@ class Tiles:
         n_head, n_batch, n_query, _ = query.shape
         self.memory = key.shape[2] - n_query
         on_cpu = query.device.type == "cpu"
-        room = ROOM if on_cpu else ROOM_ON_DEVICE
-        n_key = key.shape[2] if reach is None else min(key.shape[2], reach + stair + (tile or TILE))
+        largest, room = (TILE, ROOM) if on_cpu else (TILE_ON_DEVICE, ROOM_ON_DEVICE)
+        n_key = key.shape[2] if reach is None else min(key.shape[2], reach + stair + (tile or largest))
         fitting = max(16, room // (n_batch * (n_key + 1)))
-        self.tile = min(n_query, tile or min(fitting, TILE if on_cpu else TILE_ON_DEVICE))
+        self.tile = min(n_query, tile or min(fitting, largest))
         self.heads = min(n_head, max(1, room // (n_batch * self.tile * (n_key + 1))))
 
     def __iter__(self) -> Iterator[tuple[slice, slice, slice]]:

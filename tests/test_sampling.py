@@ -1,0 +1,104 @@
+"""How tokens are drawn, and where their text ends."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from txl import generation
+from txl.generation import Sampling, Until, pieces, sample_seed
+
+LOG_PROBS = torch.tensor([0.5, 0.25, 0.15, 0.1], dtype=torch.float64).log()
+
+
+def frequencies(n=4000, **settings):
+    sampling, generator = Sampling(**settings), torch.Generator().manual_seed(0)
+    counts = torch.zeros(4)
+    for _ in range(n):
+        counts[sampling.draw(LOG_PROBS, generator)] += 1
+    return (counts / n).tolist()
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, [0.5, 0.25, 0.15, 0.1]),
+        ({"temperature": 0.0}, [1, 0, 0, 0]),
+        ({"temperature": 0.5}, [0.25 / 0.345, 0.0625 / 0.345, 0.0225 / 0.345, 0.01 / 0.345]),
+        ({"top_k": 2}, [2 / 3, 1 / 3, 0, 0]),
+        ({"top_k": 1}, [1, 0, 0, 0]),
+        ({"top_k": 99}, [0.5, 0.25, 0.15, 0.1]),
+        ({"top_p": 0.75}, [2 / 3, 1 / 3, 0, 0]),
+        ({"top_p": 0.76}, [0.5 / 0.9, 0.25 / 0.9, 0.15 / 0.9, 0]),
+        ({"top_p": 0.01}, [1, 0, 0, 0]),
+        ({"top_p": 1.0}, [0.5, 0.25, 0.15, 0.1]),
+        ({"top_k": 3, "top_p": 0.8}, [2 / 3, 1 / 3, 0, 0]),
+    ],
+)
+def test_sampling_draws_from_the_distribution_it_names(settings, expected):
+    found = frequencies(**settings)
+    assert found == pytest.approx(expected, abs=0.03)
+    assert [one == 0 for one in found] == [one == 0 for one in expected]
+
+
+@pytest.mark.parametrize("temperature", [-0.1, math.nan, math.inf])
+def test_temperature_below_zero_is_refused(temperature):
+    with pytest.raises(ValueError, match="temperature: must be at least 0"):
+        Sampling(temperature=temperature)
+
+
+@pytest.mark.parametrize("top_p", [0.0, -1.0, 1.01, math.nan])
+def test_top_p_outside_its_range_is_refused(top_p):
+    with pytest.raises(ValueError, match=r"top_p: must lie in \(0, 1\]"):
+        Sampling(top_p=top_p)
+
+
+@pytest.mark.parametrize("top_k", [0, -3])
+def test_top_k_below_one_is_refused(top_k):
+    with pytest.raises(ValueError, match="top_k: must be at least 1"):
+        Sampling(top_k=top_k)
+
+
+@given(st.lists(st.binary(max_size=4)), st.binary(max_size=4))
+def test_until_ends_before_the_stop_text(pieces, stop):
+    whole, until = b"".join(pieces), Until(stop or None)
+    expected = whole.split(stop)[0] if stop and stop in whole else whole
+    fed = b"".join(map(until.feed, pieces))
+    assert until.ended == bool(stop and stop in whole)
+    assert fed + until.finish() == expected
+
+
+def test_until_holds_back_no_more_than_it_must():
+    until = Until(b"bx")
+    assert [until.feed(piece) for piece in (b"a", b"b", b"c", b"d")] == [b"a", b"", b"bc", b"d"]
+
+
+def test_pieces_of_several_texts_end_one_by_one():
+    """Each before its stop text or with the last token, and nothing is made after all have ended."""
+
+    class Fixed(generation.Texts):
+        def __init__(self, rows):
+            self.rows, self.place = torch.tensor(rows), 0
+
+        @property
+        def log_probs(self):
+            return torch.nn.functional.one_hot(self.rows[:, self.place], 128).double().log()
+
+        def extend(self, tokens):
+            assert tokens == self.rows[:, self.place].tolist()
+            self.place += 1
+
+    def texts_of(*rows, stop, tokens=6):
+        texts, found, ended = Fixed([list(row) for row in rows]), [b""] * len(rows), []
+        made = pieces(texts, Sampling(max_new_tokens=tokens), [sample_seed(0, 0)] * len(rows), decode=bytes, stop=stop)
+        for row, piece in made:
+            found[row] += piece or b""
+            ended += [row] * (piece is None)
+        return found, ended, texts.place
+
+    assert texts_of(b"abXcde", b"aXbcde", b"abcdeX", stop=b"X") == ([b"ab", b"a", b"abcde"], [1, 0, 2], 5)
+    assert texts_of(b"aXbcde", b"abXcde", stop=b"X") == ([b"a", b"ab"], [0, 1], 2)
+    assert texts_of(b"abcdef", b"abcdeX", stop=b"XY") == ([b"abcdef", b"abcdeX"], [0, 1], 5)
+    assert texts_of(b"abcdef", stop=None, tokens=3) == ([b"abc"], [0], 2)
