@@ -193,10 +193,11 @@ def test_where_nothing_is_waited_for_the_weights_take_no_harm_either(where):
     assert all(parameter.isfinite().all() for parameter in model.parameters())
     assert all(state.isfinite().all() for state in run.optimizer.state_dict()["state"][0].values())
     left = list(run.unread)
-    for ask in (run.state_dict, run.take_unlogged):
+    for ask in (run.state_dict, run.take_unlogged, lambda: run.note_valid(1.0)):
         run.unread = list(left)
         with pytest.raises(Diverged, match="at update 2 the loss is"):
             ask()
+    assert run.valid_nll == []
 
 
 def test_waiting_or_not_makes_no_difference_to_a_good_run():

@@ -37,7 +37,8 @@ class Run:
         return next(self.model.parameters()).device
 
     def note_valid(self, nll: float) -> bool:
-        """Remembers a valid figure; true if it is the best so far. Raises Diverged if it is not finite."""
+        """Remembers a valid figure; true if it is the best so far. Raises Diverged if it, or an update's, is not finite."""
+        self.read_figures()
         if not math.isfinite(nll):
             raise Diverged(f"optimizer.lr: after update {self.step} the valid nll is {nll}; try a lower rate, or clip")
         best = nll < min(self.valid_nll, default=math.inf)
@@ -45,8 +46,10 @@ class Run:
         return best
 
     def read_figures(self) -> None:
-        """Waits for the figures of the updates since this was last called, and adds them up. Raises Diverged for the first
-        whose loss or gradient is not finite."""
+        """Waits for the figures of the updates since this was last called, and adds them up.
+
+        Raises Diverged for the first whose loss or gradient is not finite.
+        """
         unread, self.unread = self.unread, []
         if not unread:
             return

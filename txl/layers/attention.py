@@ -29,9 +29,9 @@ class Attention(nn.Module):
 
     def keys_values(self, rows: Float[Tensor, "b j m"]) -> Float[Tensor, "two h b j d"]:
         """What the rows of memory or segment are to all later queries."""
-        return (
-            self.kv_net(rows).unflatten(2, (2, self.n_head, -1)).permute(2, 3, 0, 1, 4)
-        )  # b j (two h d) -> two h b j d
+        # by hand, here and below: for one token einops would cost as much as the product
+        heads = self.kv_net(rows).unflatten(2, (2, self.n_head, -1))  # b j two h d
+        return heads.permute(2, 3, 0, 1, 4)
 
     def forward(
         self,
@@ -44,7 +44,7 @@ class Attention(nn.Module):
         stair: int = 1,
     ) -> Float[Tensor, "b i m"]:
         """Attends from each row of the segment to the memory's keys and values, which come first, and to the segment's."""
-        q = self.q_net(segment).unflatten(2, (self.n_head, -1)).permute(2, 0, 1, 3)  # b i (h d) -> h b i d
+        q = self.q_net(segment).unflatten(2, (self.n_head, -1)).permute(2, 0, 1, 3)  # h b i d
         by_content, by_distance = self.position(q)
         window = dict(reach=reach, stair=stair, documents=documents)
         dropatt = self.dropatt if self.training else 0.0
