@@ -90,8 +90,8 @@ def total_nll(
     for segment in scoring_segments(split.tokens, read.lanes, length=read.length, borders=split.borders):
         starts = None if segment.starts is None else to_device(segment.starts, device)
         with autocast(device, precision):
-            hidden = cache.read(to_device(segment.tokens, device), starts=starts, stair=stair)
-            nll = model.softmax.nll(hidden, to_device(segment.targets, device))
+            hidden = cache.read(segment.tokens, starts=starts, stair=stair)
+            nll = model.softmax.nll(hidden, segment.targets)
         nll = nll.double() if adds_doubles else nll.cpu().double()
         totals += nll.where(to_device(segment.scored, nll.device), 0.0).sum()
         n_token += int(segment.scored.sum())

@@ -101,7 +101,7 @@ class Reader:
         starts = None if starts is None else to_device(starts, self.device)
         small = self.device.type == "cpu" and self._work(cache, tokens) <= ONE_THREAD
         with threads(1 if small else torch.get_num_threads()), autocast(self.device, self.precision):
-            hidden = cache.read(to_device(tokens, self.device), starts=starts, stair=stair)
+            hidden = cache.read(tokens, starts=starts, stair=stair)
             return self.model.softmax.log_prob(hidden[:, -1:])[:, 0, : self.n_token]
 
     def _work(self, cache: Cache, tokens: Int[Tensor, "b i"]) -> int:

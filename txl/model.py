@@ -179,6 +179,7 @@ class TransformerXL(nn.Module):
     ) -> tuple[Float[Tensor, "b i"] | Float[Tensor, "b i v"], list[Float[Tensor, "b _ m"]]]:
         """The nll of each target in nats or, without targets, the log-probabilities of the next token; and the new memory.
 
+        Tokens and targets may lie on the host while the model is elsewhere: then nothing is waited for, whatever the softmax.
         The memory is an argument and a result, never kept: pass what one segment returned to the next, None at the start.
         `starts` is true where a document begins: a token then attends to its own document only, in the segment and in the
         memory. Once given, it must be given for every segment: rows of the memory that belong to a document that has ended

@@ -170,10 +170,8 @@ def updates(
             group["lr"] = rate
         run.optimizer.zero_grad(set_to_none=True)
         with autocast(run.device, precision):
-            tokens, targets, starts = (
-                x if x is None else to_device(x, run.device) for x in (segment.tokens, segment.targets, segment.starts)
-            )
-            nll, mems = run.model(tokens, mems, targets, starts=starts)
+            starts = None if segment.starts is None else to_device(segment.starts, run.device)
+            nll, mems = run.model(segment.tokens, mems, segment.targets, starts=starts)  # which moves the tokens itself
         loss = nll.mean()
         run.scaler.scale(loss).backward()
         run.scaler.unscale_(run.optimizer)

@@ -55,7 +55,7 @@ class FullSoftmax(nn.Module):
         nn.init.zeros_(self.out_bias)
 
     def embed(self, tokens: Int[Tensor, "b i"]) -> Float[Tensor, "b i m"]:
-        embedding = F.embedding(tokens, self.weight)
+        embedding = F.embedding(tokens.to(self.weight.device, non_blocking=True), self.weight)
         if self.emb_proj is not None:
             embedding = F.linear(embedding, self.emb_proj)
         return embedding * self.scale
@@ -67,7 +67,8 @@ class FullSoftmax(nn.Module):
     def nll(self, hidden: Float[Tensor, "b i m"], targets: Int[Tensor, "b i"]) -> Float[Tensor, "b i"]:
         """-log p(target) in nats, token by token."""
         rows = self.project(rearrange(hidden, "b i m -> (b i) m"))
-        nll = linear_nll(rows, self.out_weight, self.out_bias, rearrange(targets, "b i -> (b i)"))
+        words = rearrange(targets, "b i -> (b i)").to(rows.device, non_blocking=True)
+        nll = linear_nll(rows, self.out_weight, self.out_bias, words)
         return rearrange(nll, "(b i) -> b i", b=len(targets))
 
     def log_prob(self, hidden: Float[Tensor, "b i m"]) -> Float[Tensor, "b i v"]:
@@ -139,20 +140,27 @@ class AdaptiveSoftmax(nn.Module):
             nn.init.zeros_(bias)
 
     def members(self, tokens: Int[Tensor, "n"]) -> list[Int[Tensor, "_"]]:
-        """The places of each cluster's tokens, in order."""
+        """The places of each cluster's tokens, in order.
+
+        Tokens on the host are sorted there, and no device is waited for; those on a device cost a wait for the sizes.
+        """
         cluster = torch.stack([tokens >= cutoff for cutoff in self.cutoffs]).sum(dim=0)
-        sizes = cluster.bincount(minlength=len(self.starts)).tolist()  # on a GPU the only wait for its results
+        sizes = cluster.bincount(minlength=len(self.starts)).tolist()
         return list(cluster.argsort(stable=True).split(sizes))
+
+    def _move(self, ids: Int[Tensor, "n"]) -> Int[Tensor, "n"]:
+        return ids.to(self.cluster_weight.device, non_blocking=True)
 
     @torch.compiler.disable  # sizes that the data decide would be compiled anew in each batch
     def embed(self, tokens: Int[Tensor, "b i"]) -> Float[Tensor, "b i m"]:
-        flat = rearrange(tokens, "b i -> (b i)")
+        flat, move = rearrange(tokens, "b i -> (b i)"), self._move
         members, parts = self.members(flat), []
         for cluster, places in enumerate(members):
             # a tied table has a dense gradient from the output layer: autograd adds these few rows to it
-            part = F.embedding(flat[places] - self.starts[cluster], self.weights[cluster], sparse=self.tie_weight)
+            words = move(flat[places] - self.starts[cluster])
+            part = F.embedding(words, self.weights[cluster], sparse=self.tie_weight)
             parts.append(F.linear(part, self.emb_projs[cluster]) if self.div_val > 1 else part)
-        embedding = torch.cat(parts)[torch.cat(members).argsort()]
+        embedding = torch.cat(parts)[move(torch.cat(members).argsort())]
         if self.div_val == 1 and self.projected:
             embedding = F.linear(embedding, self.emb_projs[0])
         return rearrange(embedding, "(b i) m -> b i m", b=len(tokens)) * self.scale
@@ -174,10 +182,10 @@ class AdaptiveSoftmax(nn.Module):
         first = words
         for cluster, places in enumerate(members[1:], 1):
             first = first.index_fill(0, places, len(bias) - cluster)
-        nll = linear_nll(self.project(rows, 0), weight, bias, first)
+        nll = linear_nll(self.project(rows, 0), weight, bias, self._move(first))
         for cluster, places in enumerate(members[1:], 1):
+            second, places = self._move(words[places] - self.starts[cluster]), self._move(places)
             part = self.project(rows[places], cluster)
-            second = words[places] - self.starts[cluster]
             within = linear_nll(part, self.out_weights[cluster], self.out_biases[cluster], second)
             nll = nll.index_add(0, places, within)
         return rearrange(nll, "(b i) -> b i", b=len(targets))
