@@ -5,85 +5,145 @@ python train.py model.n_layer=8 steps=2000       any value is an override
 python train.py --help                           all of them
 """
 
-import sys
+import signal
 import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from txl import config as hydra_config
 from txl.config import build
 from txl.settings import TRAINED, Train
+from txl.signals import STOPPED, Stopped, StopSignals, leave
 from txl.signature import arguments
 
 if TYPE_CHECKING:  # importing torch here would cost `--help` and tab completion seconds
+    from txl.ranks import Ranks
+    from txl.resuming import Job
     from txl.runs import Parts
-    from txl.runtime import StopSignals
 
 VALID = ("nll", "ppl", "bits_per_token", "bits_per_byte")  # what is logged of a valid figure
+SMALLER = ("batch_size", "batch_size / accumulate", "tgt_len", "model.memory.mem_len")  # where memory runs out
 SAMPLE_CONTEXT = 512  # tokens that are read before the sample is written, as in the paper (appendix E)
 
 
 @hydra_config.entry_point("train")
 def main(cfg) -> float:
-    """Trains, or goes on, or reports the finished run; returns the best valid nll (nats per token)."""
-    from txl import runs
-    from txl.runtime import StopSignals, locked, write_json
+    """Trains, or goes on, or reports the finished run; returns the best valid nll (nats per token).
+
+    `processes` starts as many and waits for them; started by torchrun, this is one of several already.
+    """
+    with StopSignals() as stop:
+        stop.leave_at_once(leave)
+        from txl import ranks, runs
+
+        if ranks.started_by_torchrun():
+            if hydra_config.in_sweep():
+                raise ValueError("processes: a sweep starts its processes itself: python train.py -m processes=N ...")
+            with ranks.joined(str(cfg.get("device"))) as mine:
+                job = mine.from_main(lambda: prepare(cfg))
+                return work(job, mine, stop)
+        job = prepare(cfg)
+        if (result := runs.result(job.path)) is not None and not job.changed:
+            runs.warn_of_another_text(job.config, result)
+            return report(job.path, result)
+        processes = job.config["processes"]
+        if processes == 1:
+            return work(job, ranks.ALONE, stop)
+        stop.wait()
+        return ranks.launch(work, [job], processes=processes, device=job.config["device"], stop=stop)
+
+
+def prepare(cfg) -> "Job":
+    """The run that a configuration asks for, and what it changes about the one in that folder; nothing is written."""
+    from txl import resuming, runs
 
     overrides, folder = hydra_config.task_overrides(), None
     if cfg.get("resume") is not None:
         folder = Path(str(cfg.resume))
-        overrides = runs.resumed_overrides(folder, overrides or [])
+        overrides = resuming.resumed_overrides(folder, overrides or [])
         cfg = hydra_config.compose("train", overrides)
     hydra_config.check(cfg)
     config = runs.absolute_paths(hydra_config.plain(cfg))
     if folder is None:
         path = runs.folder(config, overrides)
-        runs.refuse_another(path, config)
+        resuming.refuse_another(path, config)
     else:
-        path, config = folder, runs.resumed_paths(folder, config, hydra_config.task_overrides() or [])
-    changed = runs.differences(path, config)
-    if (result := runs.result(path)) is not None and not changed:
-        runs.warn_of_another_text(config, result)
-        return report(path, result)
-    settings = Train(**arguments(config))
-    parts = assemble(settings)
-    if settings.init_from is not None and not runs.saved(path):
-        runs.begin_from(parts, settings.init_from)
-    runs.make(path)
-    with locked(path):
-        runs.go_on(path, parts, settings.steps, changed)
-        write_json(path / "vocab.json", parts.vocab.state())
-        for line in changed:
-            print(f"resume: {line}", file=sys.stderr)
-
-        def leave(received: int) -> None:
-            words = f"stopped after update {parts.run.step} of {settings.steps}, everything saved in {path}"
-            raise hydra_config.Stopped.by(received, words)
-
-        with StopSignals() as stop:
-            train(path, parts, settings, config, overrides or [], stop)
-            stop.leave_at_once(leave)
-            return report(path, finish(path, parts, settings))
+        path, config = folder, resuming.resumed_paths(folder, config, hydra_config.task_overrides() or [])
+        resuming.refuse_what_cannot_change(path, config)
+    changed = resuming.differences(path, config)
+    return resuming.Job(path, config, overrides or [], changed, folder is not None)
 
 
-def assemble(settings: Train) -> "Parts":
+def work(job: "Job", ranks: "Ranks", stop: StopSignals) -> float:
+    """One process's life: makes what the configuration describes, trains, measures; returns the best valid nll.
+
+    Raises Stopped, with everything saved, once a signal was received or the time is up.
+    """
+    from txl import resuming, runs
+    from txl.runtime import locked, memory_named, requeue, write_json
+
+    settings = Train(**arguments(job.config))
+    with ExitStack() as held, memory_named(*SMALLER):
+        if ranks.main and job.path.is_dir():
+            held.enter_context(locked(job.path))
+        if (result := ranks.from_main(lambda: runs.result(job.path))) is not None and not job.changed:
+            return report(job.path, result) if ranks.main else result["valid"]["nll"]
+        parts = assemble(settings, ranks)
+        environment = resuming.environment(ranks, parts.run.device, settings.compile)
+        stop.wait()
+        if not resuming.go_on(job, parts, ranks, settings.steps, environment) and settings.init_from is not None:
+            resuming.begin_from(parts, settings.init_from)
+        if ranks.main:
+            if not job.path.is_dir():
+                runs.make(job.path)
+                held.enter_context(locked(job.path))
+            runs.make(job.path)
+            write_json(job.path / "vocab.json", parts.vocab.state())
+        for line in job.changed:
+            ranks.say(f"resume: {line}")
+        if stopped := train(job, parts, settings, environment, stop):
+            if settings.requeue and stopped.status == STOPPED and ranks.main:
+                requeue(ranks.say)
+            raise stopped
+
+        def leave_saved(received: int) -> None:
+            raise Stopped.by(received, saved_words(job, parts, settings))
+
+        result = finish(job.path, parts, settings, stop, leave_saved)
+        return report(job.path, result) if ranks.main else result["valid"]["nll"]
+
+
+def saved_words(job: "Job", parts: "Parts", settings: Train) -> str:
+    return f"stopped after update {parts.run.step} of {settings.steps}, everything saved in {job.path}"
+
+
+def assemble(settings: Train, ranks: "Ranks") -> "Parts":
     """Everything that the configuration describes: data, vocabulary, model, optimizer; nothing is written but token files."""
     import torch
 
     from txl.data.streams import Lanes, Prefetched
     from txl.optim import parameter_groups
+    from txl.ranks import seed_of
     from txl.runs import Parts
     from txl.runtime import choose_device, set_seed
+    from txl.sharding import spread
     from txl.training import Run
 
-    device = choose_device(settings.device)
+    settings.check_division(ranks.size)
+    device = choose_device(settings.device, ranks.local if ranks.size > 1 else None)
     set_seed(settings.seed, deterministic=settings.deterministic)
-    corpus = build(settings.data, cache_dir=settings.cache_dir)
-    vocab = corpus.vocabulary()
-    splits = {name: corpus.split(name, vocab) for name in ("train", "valid", "test")}
-    shuffle_seed = settings.seed if corpus.shuffle_documents else None
+    with ranks.main_first():
+        corpus = build(settings.data, cache_dir=settings.cache_dir)
+        vocab = corpus.vocabulary()
+        splits = {name: corpus.split(name, vocab) for name in ("train", "valid", "test")}
     lanes = Lanes.of(
-        splits["train"], batch_size=settings.batch_size, tgt_len=settings.tgt_len, shuffle_seed=shuffle_seed
+        splits["train"],
+        batch_size=settings.batch_size,
+        tgt_len=settings.tgt_len,
+        shuffle_seed=settings.seed if corpus.shuffle_documents else None,
+        rows=ranks.share(settings.batch_size),
     )
     n_token = settings.model["n_token"] if settings.model["n_token"] is not None else vocab.n_token
     if n_token < vocab.n_token:
@@ -91,7 +151,10 @@ def assemble(settings: Train) -> "Parts":
             f"model.n_token: {n_token} is smaller than the vocabulary of {vocab.n_token}; null takes it from there"
         )
     model_config = {**settings.model, "n_token": n_token}
-    model = build(model_config).to(device)
+    model = build(model_config)
+    if settings.sharding == "none" or ranks.size == 1:  # a share of it may be all that a device can hold
+        model = model.to(device)
+    replica = spread(model, ranks, device, sharding=settings.sharding)
     build(settings.schedule)(0, lr=settings.optimizer["lr"], steps=settings.steps, valid_nll=[])  # says what is wrong
     try:
         optimizer = build(settings.optimizer)(parameter_groups(model))
@@ -99,34 +162,33 @@ def assemble(settings: Train) -> "Parts":
         raise ValueError(f"optimizer: {error}") from error
     scaler = torch.amp.GradScaler(device.type, enabled=settings.precision == "fp16")
     lanes = Prefetched(lanes, pin=device.type == "cuda")
-    run = Run(model=model, optimizer=optimizer, lanes=lanes, scaler=scaler)
+    run = Run(model=model, replica=replica, optimizer=optimizer, lanes=lanes, scaler=scaler, ranks=ranks)
+    if ranks.rank:  # the weights are the same everywhere, dropout is not
+        torch.manual_seed(seed_of(settings.seed, ranks.rank, 0))
     return Parts(corpus=corpus, vocab=vocab, splits=splits, model_config=model_config, run=run)
 
 
-def train(path: Path, parts: "Parts", settings: Train, config: dict, overrides: list[str], stop: "StopSignals") -> None:
+def train(job: "Job", parts: "Parts", settings: Train, environment: dict, stop: StopSignals) -> Stopped | None:
     """Runs the updates that are left; after each, whatever is due: a line of the log, the valid figure, a checkpoint.
 
-    Returns early, with everything saved, once a signal was received.
+    Returns why it ended early, with everything saved, once a signal was received or the time is up; else None. All
+    processes do all of this together; the first one writes.
     """
-    from txl import checkpoint, runs, tracking
-    from txl.runtime import profiled
-    from txl.training import updates
+    from txl import resuming, tracking
+    from txl.saver import Saver
 
-    run = parts.run
-    tracker, metrics = build(settings.tracker), tracking.Metrics(path / "metrics.jsonl", step=run.step)
-    tracker.start(folder=path, name=f"{settings.name}/{path.name}", config=config)
+    run, ranks, path, started = parts.run, parts.run.ranks, job.path, time.monotonic()
+    tracker = tracking.begin(build(settings.tracker) if ranks.main else tracking.NoTracker())
+    metrics = tracking.Metrics(path / "metrics.jsonl", step=run.step) if ranks.main else tracking.NoMetrics()
+    tracker.start(folder=path, name=f"{settings.name}/{path.name}", config=job.config)
     if settings.compile:
         run.model.compile_layers()
-    steps = updates(
-        run,
-        steps=settings.steps,
-        lr=settings.optimizer["lr"],
-        schedule=build(settings.schedule),
-        clip=settings.clip,
-        precision=settings.precision,
-    )
-    if settings.profile is not None:
-        steps = profiled(steps, settings.profile, path)
+
+    def settle() -> None:
+        resuming.settle(path, job.config, job.overrides)
+
+    saver = Saver(path, keep=settings.keep_last, settle=settle)
+    speed, clock, saved_at = tracking.Speed(), time.monotonic(), time.monotonic()
 
     def log(row: dict) -> None:
         row = {"step": run.step, "tokens": run.tokens, **row}
@@ -134,51 +196,108 @@ def train(path: Path, parts: "Parts", settings: Train, config: dict, overrides: 
         tracker.log(row)
         display.show(row)
 
-    if not runs.saved(path):
-        runs.settle(path, config, overrides)
-    speed, clock = tracking.Speed(), time.monotonic()
+    def validate() -> bool:
+        """Measures the valid figure; true if it is the best so far. A signal ends it early: it is due again on resume."""
+        with speed.paused():
+            figure = measure(parts, "valid", settings, stop, max_segments=settings.eval["max_segments"])
+            if figure is None:
+                return False
+            log({f"valid/{name}": figure[name] for name in VALID})
+            metrics.draw(path / "curves.png")
+            return run.note_valid(figure["nll"])
+
+    def save(best: bool) -> None:
+        """Copies the state, of all processes, and has it written."""
+        nonlocal clock
+        with speed.paused():
+            run.seconds, clock = run.seconds + time.monotonic() - clock, time.monotonic()
+            content = resuming.content_of(parts, job.config, environment)
+            ranks.wait_until(lambda: not saver.busy())
+            if ranks.main:
+                saver.save(content, best=best)
+
+    if ranks.main and not resuming.saved(path):
+        settle()
     try:
-        with tracking.Display(steps=settings.steps, step=run.step) as display:
-            for update in steps:
+        with tracking.Display(steps=settings.steps, step=run.step, quiet=not ranks.main) as display:
+            if is_due(settings.eval_every, run.step, settings.steps) and run.measured < run.step and validate():
+                save(best=True)
+            for update in steps(run, settings, path):
                 display.advance(update.step)
                 speed.add(update.n_token)
-                last = update.step == settings.steps
-                if update.step % settings.log_every == 0 or last:
+                best = False
+                if is_due(settings.log_every, update.step, settings.steps):
                     gradient = {"train/lr": update.lr, "train/grad_norm": update.grad_norm}
                     log({**run.take_unlogged(), **gradient, **speed.take()})
-                if update.step % settings.eval_every == 0 or last:
-                    with speed.paused():
-                        figure = measure(parts, "valid", settings, max_segments=settings.eval["max_segments"])
-                        log({f"valid/{name}": figure[name] for name in VALID})
-                        if run.note_valid(figure["nll"]):
-                            runs.settle(path, config, overrides)
-                            checkpoint.save(path / "best.pt", runs.content_of(parts, config))
-                        metrics.draw(path / "curves.png")
-                run.seconds, clock = run.seconds + time.monotonic() - clock, time.monotonic()
-                if update.step % settings.save_every == 0 or last or stop.received:
-                    with speed.paused():
-                        content = runs.content_of(parts, config) | {"run": run.state_dict()}
-                        runs.settle(path, config, overrides)
-                        runs.save_last(path, content, keep=settings.keep_last)
-                if stop.received:
-                    return
-        runs.settle(path, config, overrides)
+                if is_due(settings.eval_every, update.step, settings.steps):
+                    best = validate()
+                now, minutes = time.monotonic(), settings.save_minutes
+                late = minutes is not None and ranks.main and now - saved_at >= 60 * minutes
+                over = settings.max_minutes is not None and ranks.main and now - started >= 60 * settings.max_minutes
+                received, late, over = ranks.agree(stop.received or 0, late, over)
+                every = settings.save_every if minutes is None else settings.steps
+                if best or late or over or received or is_due(every, update.step, settings.steps):
+                    save(best)
+                    saved_at = time.monotonic()
+                if received or over:
+                    ranks.wait_until(lambda: not saver.busy())
+                    saver.wait()
+                    words = saved_words(job, parts, settings)
+                    return Stopped.by(int(received), words) if received else Stopped(f"max_minutes: {words}")
+        ranks.wait_until(lambda: not saver.busy())
+        saver.wait()
+        if ranks.main:
+            settle()
+    except KeyboardInterrupt:
+        tracker.abandon()
+        raise
+    except BaseException:
+        saver.give_up()
+        raise
     finally:
         metrics.draw(path / "curves.png")
         metrics.close()
         tracker.finish()
+    return None
 
 
-def measure(parts: "Parts", split: str, settings: Train, *, max_segments: int | None = None) -> dict:
-    """The figure of a split with the settings under `eval.`."""
-    from txl import checkpoint
+def is_due(every: int, step: int, steps: int) -> bool:
+    """At each multiple, and at the end."""
+    return step > 0 and (step % every == 0 or step == steps)
+
+
+def steps(run, settings: Train, path: Path) -> Iterator:
+    """The updates that are left."""
+    from txl.runtime import profiled
+    from txl.training import updates
+
+    left = updates(
+        run,
+        steps=settings.steps,
+        lr=settings.optimizer["lr"],
+        schedule=build(settings.schedule),
+        clip=settings.clip,
+        precision=settings.precision,
+        accumulate=settings.accumulate,
+        on_nonfinite=settings.on_nonfinite,
+        max_bad_updates=settings.max_bad_updates,
+    )
+    if settings.profile is not None and run.ranks.main:
+        left = profiled(left, settings.profile, path)
+    for update in left:
+        yield update
+        run.ranks.settled()
+
+
+def measure(
+    parts: "Parts", split: str, settings: Train, stop: StopSignals, *, max_segments: int | None = None
+) -> dict | None:
+    """The figure of a split with the settings under `eval.`; None where a signal ended it early."""
     from txl.evaluation import evaluate
 
-    model, reading = parts.run.model, settings.eval
-    if reading["mem_len"] != TRAINED and model.memory.mem_len is not None:  # a preset gives none to a model without
-        kept = {"clamp_len": TRAINED, "same_length": TRAINED}
-        config = checkpoint.model_config(parts.model_config, mem_len=reading["mem_len"], **kept)
-        model = checkpoint.twin(model, config)
+    reading = settings.eval
+    has_memory = parts.run.model.memory.mem_len is not None  # a preset gives none to a model without
+    model = reading_model(parts, reading["mem_len"] if has_memory else TRAINED)
     tgt_len = settings.tgt_len if reading["tgt_len"] == TRAINED else reading["tgt_len"]
     return evaluate(
         model,
@@ -187,22 +306,64 @@ def measure(parts: "Parts", split: str, settings: Train, *, max_segments: int | 
         batch_size=reading["batch_size"],
         precision=settings.precision,
         max_segments=max_segments,
+        ranks=parts.run.ranks,
+        interrupted=lambda: stop.received is not None,
     )
 
 
-def finish(path: Path, parts: "Parts", settings: Train) -> dict:
-    """The figures of the best checkpoint, and how it goes on after the end of the test text."""
+def finish(path: Path, parts: "Parts", settings: Train, stop: StopSignals, leave: Callable[[int], None]) -> dict:
+    """The figures of the best checkpoint, and how it goes on after the end of the test text; a signal calls `leave`."""
+    from txl import checkpoint
+    from txl.data.vocab import fingerprint
+    from txl.runtime import write_json
+
+    run = parts.run
+    best = checkpoint.load(path / "best.pt", key="name")
+    checkpoint.load_weights(run.model, best["model"], key="name")
+    figures = {}
+    for split in ("valid", "test"):
+        figures[split] = measure(parts, split, settings, stop)
+        if figures[split] is None:
+            leave(stop.received or signal.SIGTERM)  # another process's
+    result = {
+        **figures,
+        "step": best["step"],
+        "tokens_seen": best["tokens"],
+        "seconds": round(run.seconds, 3),
+        "parameters": sum(parameter.numel() for parameter in run.model.parameters()),
+        "corpus": parts.corpus.fingerprint(),
+        "vocabulary": fingerprint(parts.vocab),
+    }
+    model = reading_model(parts, TRAINED)
+    if run.ranks.main:
+        stop.leave_at_once(leave)  # nobody waits for this
+        write_sample(path, parts, settings, model)
+        write_json(path / "result.json", result)
+    return result
+
+
+def reading_model(parts: "Parts", mem_len: int | str | None):
+    """The model, or one with another memory on the same weights; whole, where training holds shares of it."""
+    from txl import checkpoint
+    from txl.sharding import is_sharded
+
+    model = parts.run.model
+    if mem_len == TRAINED and not is_sharded(model):
+        return model
+    reading = {"mem_len": mem_len, "clamp_len": TRAINED, "same_length": TRAINED}
+    return checkpoint.twin(model, checkpoint.model_config(parts.model_config, **reading))
+
+
+def write_sample(path: Path, parts: "Parts", settings: Train, model) -> None:
+    """How the model goes on after the end of the test text."""
     import torch
 
-    from txl import checkpoint, generation
-    from txl.data.vocab import fingerprint
-    from txl.runtime import write_json, write_whole
+    from txl import generation
+    from txl.runtime import write_whole
 
-    best = checkpoint.load(path / "best.pt", key="name")
-    checkpoint.load_weights(parts.run.model, best["model"], key="name")
     sampling = build(settings.sample)
     reader = generation.Reader(
-        parts.run.model,
+        model,
         context=settings.tgt_len,
         n_token=parts.vocab.n_token,
         precision=settings.precision,
@@ -213,18 +374,6 @@ def finish(path: Path, parts: "Parts", settings: Train) -> dict:
     made = generation.generate(texts, sampling, [generation.sample_seed(settings.seed, 0)])
     text = parts.vocab.decode([token for (token,) in made])
     write_whole(path / "sample.txt", lambda file: file.write(text))
-    result = {
-        "valid": measure(parts, "valid", settings),
-        "test": measure(parts, "test", settings),
-        "step": best["step"],
-        "tokens_seen": best["tokens"],
-        "seconds": round(parts.run.seconds, 3),
-        "parameters": sum(parameter.numel() for parameter in parts.run.model.parameters()),
-        "corpus": parts.corpus.fingerprint(),
-        "vocabulary": fingerprint(parts.vocab),
-    }
-    write_json(path / "result.json", result)
-    return result
 
 
 def report(path: Path, result: dict) -> float:
@@ -239,4 +388,4 @@ def report(path: Path, result: dict) -> float:
 
 
 if __name__ == "__main__":
-    hydra_config.launch(main)
+    hydra_config.launch(main, stoppable=True)

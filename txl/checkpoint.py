@@ -3,8 +3,6 @@
 import functools
 import inspect
 import json
-import shutil
-import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,16 +10,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from txl import signature
+from txl import archive, signature
 from txl.data import bpe, corpus, published, vocab, words
 from txl.layers.memory import NoMemory, SegmentMemory
 from txl.layers.position import RelativePosition
 from txl.layers.softmax import AdaptiveSoftmax, FullSoftmax
 from txl.model import TransformerXL
-from txl.runtime import write_whole
 from txl.settings import TRAINED, Evaluation, Train
+from txl.sharding import share_of, whole
 
-FORMAT = "txl-1"
+FORMAT = "txl-2"
 PARTS = {"model": dict, "texts": dict, "step": int, "tokens": int, "vocab": dict, "config": dict}
 CLASSES = {
     f"{entry.__module__}.{entry.__qualname__}": entry
@@ -88,17 +86,18 @@ def twin(model: nn.Module, config: Mapping[str, Any]) -> nn.Module:
     """A model of another configuration on the same parameters: what trains the one changes the other."""
     with torch.device("meta"):
         other = construct(config)
-    other.load_state_dict(model.state_dict(), assign=True)
+    other.load_state_dict({name: whole(tensor) for name, tensor in model.state_dict().items()}, assign=True)
     return other.eval()
+
+
+def whole_weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The parameters by name, in a plain dict; where they are shared out, every process is to ask."""
+    return {name: whole(tensor).detach() for name, tensor in model.state_dict().items()}
 
 
 def save(path: Path, content: Mapping[str, Any]) -> None:
     """Writes a checkpoint, whole or not at all. Raises OSError, with the free space, if it cannot."""
-    try:
-        write_whole(path, lambda file: torch.save({"format": FORMAT, **content}, file))
-    except (OSError, RuntimeError) as error:  # torch calls a full disk a RuntimeError, in words about positions
-        free = shutil.disk_usage(path.parent).free
-        raise OSError(f"name: {path} cannot be written, {free:,} bytes are free there ({error})") from error
+    archive.write(path, {"format": FORMAT, **content})
 
 
 def locate(checkpoint: str, key: str = "checkpoint") -> Path:
@@ -114,13 +113,11 @@ def locate(checkpoint: str, key: str = "checkpoint") -> Path:
 
 
 def load(path: Path, key: str = "checkpoint") -> dict[str, Any]:
-    """Reads a checkpoint of ours to the CPU. Raises ValueError for a file that is truncated or something else."""
+    """Reads a checkpoint of ours to the CPU. Raises ValueError for a file that is cut short, changed, or something else."""
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch remarks on the pickles of strangers before it refuses them
-            content = torch.load(path, weights_only=True, map_location="cpu")
-    except Exception as error:  # torch tells damage in a dozen ways, from EOFError to KeyError
-        raise ValueError(f"{key}: {path} is damaged or no checkpoint ({type(error).__name__})") from error
+        content = archive.read(path)
+    except archive.Damaged as error:
+        raise ValueError(f"{key}: {path} is damaged or no checkpoint ({error})") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ValueError(f"{key}: {path} is no checkpoint of this project")
     try:
@@ -180,7 +177,7 @@ def load_weights(model: nn.Module, state: Mapping[str, Any], key: str = "checkpo
             raise ValueError(f"{key}: {name} is {found}; the model has {tuple(tensor.shape)}, {tensor.dtype}")
         if given.is_meta or not given.isfinite().all():
             raise ValueError(f"{key}: {name} holds numbers that are not finite")
-    model.load_state_dict(state)
+    model.load_state_dict({name: share_of(state[name], own[name]) for name in own})
 
 
 def load_model(content: Mapping[str, Any], config: Mapping[str, Any] | None = None) -> nn.Module:

@@ -1,11 +1,13 @@
 """From configuration to objects: `build`, `check`, and how an entry point is launched. Only this module knows Hydra and OmegaConf."""
 
+import contextlib
 import functools
+import json
 import os
 import pkgutil
 import re
-import signal
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,28 +22,12 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from txl.signals import INTERRUPTED, THREAD, StopSignals, Stopped, leave
 from txl.signature import LITERAL_KEYS, problems
 
 CONF = Path(__file__).parents[1] / "conf"
-STOPPED, INTERRUPTED = 75, 130  # exit statuses: everything saved, to be started again; Ctrl-C
 
 _mistakes: list[Exception | None] = []  # of the one program that this process was launched as; empty in others
-
-
-class Stopped(BaseException):
-    """A run that ended early on request, with everything saved; `status` is the exit status that says why.
-
-    No Exception, so that it ends a sweep too instead of counting as one failed job.
-    """
-
-    def __init__(self, message: str, status: int):
-        super().__init__(message)
-        self.status = status
-
-    @classmethod
-    def by(cls, received: int, message: str) -> "Stopped":
-        """By a signal: 130 for Ctrl-C, else 75, which says that the same command goes on."""
-        return cls(message, INTERRUPTED if received == signal.SIGINT else STOPPED)
 
 
 def plain(cfg: Any) -> Any:
@@ -80,17 +66,33 @@ def task_overrides() -> list[str] | None:
     return list(HydraConfig.get().overrides.task) if HydraConfig.initialized() else None
 
 
+def in_sweep() -> bool:
+    """Whether this job is one of a sweep (`-m`)."""
+    return HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
+
+
 def to_yaml(config: Mapping[str, Any]) -> str:
     """A plain configuration as YAML."""
     return OmegaConf.to_yaml(OmegaConf.create(dict(config)))
 
 
 def load_yaml(path: Path) -> dict[str, Any]:
-    """Reads a configuration as plain values. Raises ValueError for a file that holds none."""
+    """Reads a configuration as plain values. Raises ValueError for a file that holds none.
+
+    It may come from a stranger: what asks for a value from elsewhere (an interpolation, which may name an environment
+    variable, or an alias, which may stand for millions of values) is refused.
+    """
     try:
-        config = plain(OmegaConf.load(path))
-    except (OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError) as error:
+        text = path.read_text()
+        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):
+            raise ValueError(f"name: {path} is damaged (it holds an alias)")
+        config = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
+    except (OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError, RecursionError, ValueError) as error:
+        if str(error).startswith("name:"):
+            raise
         raise ValueError(f"name: {path} is damaged ({type(error).__name__})") from error
+    if re.search(r"(?<!\\)\$\{", json.dumps(config)):
+        raise ValueError(f"name: {path} is damaged (it holds an interpolation)")
     if not isinstance(config, dict) or not config:
         raise ValueError(f"name: {path} is damaged (it holds no configuration)")
     return config
@@ -121,11 +123,11 @@ def quoted(arguments: list[str]) -> list[str]:
     ]
 
 
-def launch(main: Callable[[], Any], *, literals: bool = False) -> None:
+def launch(main: Callable[[], Any], *, literals: bool = False, stoppable: bool = False) -> None:
     """Runs a `hydra.main` function as a program: a user's mistake ends with status 1 and one line on standard error.
 
     Hydra's own complaints keep their text. HYDRA_FULL_ERROR=1 shows the traceback instead. A run that was stopped with
-    everything saved exits with the status that it carries.
+    everything saved exits with the status that it carries; a `stoppable` program does so from its first moment on.
     """
     # threads that spin while they wait make a run on a busy machine 10 times slower
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -141,7 +143,10 @@ def launch(main: Callable[[], Any], *, literals: bool = False) -> None:
     if literals:
         sys.argv[1:] = quoted(sys.argv[1:])
     try:
-        main()
+        with StopSignals() if stoppable else contextlib.nullcontext() as stop:
+            if stoppable:
+                stop.leave_at_once(leave)
+            main()
         if _mistakes[0] is not None:
             raise _mistakes[0]
         sys.stdout.flush()
@@ -149,6 +154,10 @@ def launch(main: Callable[[], Any], *, literals: bool = False) -> None:
         print(stop, file=sys.stderr)
         sys.exit(stop.status)
     except KeyboardInterrupt:
+        if any(thread.name == THREAD for thread in threading.enumerate()):
+            os._exit(
+                INTERRUPTED
+            )  # at once: a checkpoint that is being written is not waited for, the one before is whole
         sys.exit(INTERRUPTED)
     except BrokenPipeError:  # the reader of our standard output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -162,7 +171,8 @@ def launch(main: Callable[[], Any], *, literals: bool = False) -> None:
     except (ValueError, OSError, yaml.YAMLError) as error:
         if full:
             raise
-        print(" ".join(str(error).split()), file=sys.stderr)
+        if words := " ".join(str(error).split()):  # none where another process says it
+            print(words, file=sys.stderr)
         sys.exit(1)
     finally:
         _mistakes.clear()
@@ -179,7 +189,7 @@ def entry_point(config_name: str) -> Callable:
     def decorate(task: Callable[[Any], Any]) -> Callable:
         @functools.wraps(task)
         def job(cfg: Any) -> Any:
-            if not _mistakes or HydraConfig.get().mode == RunMode.MULTIRUN:
+            if not _mistakes or in_sweep():
                 return task(cfg)
             try:
                 return task(cfg)

@@ -1,7 +1,8 @@
 """Evaluation: the nll of a split, every token but its first scored exactly once."""
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from txl.data.encoding import Split
 from txl.data.streams import ScoredLane, scoring_segments
 from txl.data.vocab import BPE
 from txl.model import TransformerXL
+from txl.ranks import ALONE, Ranks
 from txl.reading import Cache, cache_bytes, reach_of, stair_of
 from txl.runtime import autocast, to_device
 
@@ -36,6 +38,7 @@ def plan(
     max_segments: int | None = None,
     length: int | None = None,
     warmed: int | None = None,
+    share: int = 1,
 ) -> Plan:
     """The fastest way to the figure of `batch_size` lanes that begin with an empty memory and are read by segments of `tgt_len`.
 
@@ -44,8 +47,9 @@ def plan(
     otherwise mem_len tokens before its own stair of tgt_len, of which a segment then holds a whole number. And each lane may
     be cut into `warmed` pieces, if each first reads, unscored, all that its first token sees through the n layers:
     n (mem_len - 1) tokens, or n mem_len + (n - 1)(tgt_len - 1) before a stair. An accelerator wants many tokens at a time,
-    so there the pieces are as many as the warming is cheap; a CPU reads its lanes whole. `length` (rounded up to whole
-    stairs) and `warmed` override the choice; `max_segments` ends each lane after as many times tgt_len tokens.
+    so there the pieces are as many as the warming is cheap; a CPU reads its lanes whole. Where `share` processes read, there
+    are pieces for all of them. `length` (rounded up to whole stairs) and `warmed` override the choice; `max_segments` ends
+    each lane after as many times tgt_len tokens.
     """
     on_cpu = next(model.parameters()).device.type == "cpu"
     reach, stair = reach_of(model), stair_of(model, tgt_len)
@@ -58,14 +62,14 @@ def plan(
         affordable = scored_len if warming == 0 else scored_len // (WARMING * warming)
         room = CACHE_ON_DEVICE // (cache_bytes(model, reach + _up(tgt_len, stair)) * n_lane)
         warmed = min(affordable, room, AT_ONCE_ON_DEVICE // (n_lane * _up(tgt_len, stair)))
-    piece = _up(-(-scored_len // max(1, warmed or 1)), stair)
+    piece = _up(-(-scored_len // max(1, warmed or 1, -(-share // n_lane))), stair)
     lanes = []
     for start in range(0, n_target, lane_len):
         stop = min(start + scored_len, n_target)
         for first in range(start, stop, piece):
             lanes.append(ScoredLane(max(start, first - warming), first, min(first + piece, stop)))
     if length is None:
-        length = (AT_ONCE if on_cpu else AT_ONCE_ON_DEVICE) // len(lanes)
+        length = (AT_ONCE if on_cpu else AT_ONCE_ON_DEVICE) // -(-len(lanes) // share)
     return Plan(lanes, _up(max(1, length), stair))
 
 
@@ -75,11 +79,18 @@ def _up(number: int, step: int) -> int:
 
 @torch.inference_mode()
 def total_nll(
-    model: TransformerXL, split: Split, read: Plan, *, stair: int, precision: str = "fp32"
+    model: TransformerXL,
+    split: Split,
+    read: Plan,
+    *,
+    stair: int,
+    precision: str = "fp32",
+    interrupted: Callable[[], bool] = lambda: False,
 ) -> tuple[float, int]:
     """The sum of the nll in nats (added up in float64) and the number of tokens that it is of.
 
-    Keys and values are kept from segment to segment; the host waits for the device once, at the end.
+    Keys and values are kept from segment to segment; the host waits for the device once, at the end. Ends early once it is
+    `interrupted`.
     """
     device = next(model.parameters()).device
     was_training = model.training
@@ -88,6 +99,8 @@ def total_nll(
     adds_doubles = device.type != "mps"
     totals, n_token = torch.zeros((), dtype=torch.float64, device=device if adds_doubles else "cpu"), 0
     for segment in scoring_segments(split.tokens, read.lanes, length=read.length, borders=split.borders):
+        if interrupted():
+            break
         starts = None if segment.starts is None else to_device(segment.starts, device)
         with autocast(device, precision):
             hidden = cache.read(segment.tokens, starts=starts, stair=stair)
@@ -130,14 +143,24 @@ def evaluate(
     batch_size: int,
     precision: str,
     max_segments: int | None = None,
-) -> dict[str, Any]:
-    """The figure of a split, with the settings it was reached with.
+    ranks: Ranks = ALONE,
+    interrupted: Callable[[], bool] = lambda: False,
+) -> dict[str, Any] | None:
+    """The figure of a split, with the settings it was reached with; None if it was `interrupted` in any process.
 
-    Stopped early by `max_segments`, its bytes are those of as many tokens from the start.
+    Stopped early by `max_segments`, its bytes are those of as many tokens from the start. Several processes read a part of
+    the lanes each, and add up their nats and their tokens, not their means.
     """
     reading = {"tgt_len": tgt_len, "batch_size": batch_size}
-    read = plan(model, len(split.tokens) - 1, max_segments=max_segments, **reading)
-    total, n_token = total_nll(model, split, read, stair=stair_of(model, tgt_len), precision=precision)
+    read = plan(model, len(split.tokens) - 1, max_segments=max_segments, share=ranks.size, **reading)
+    read = replace(read, lanes=read.lanes[ranks.rank :: ranks.size])
+    stair, total, n_token = stair_of(model, tgt_len), 0.0, 0
+    if read.lanes:
+        total, n_token = total_nll(model, split, read, stair=stair, precision=precision, interrupted=interrupted)
+    total, n_token, gone = ranks.total(total, n_token, interrupted())
+    if gone:
+        return None
+    n_token = int(n_token)
     n_word = split.count_words(1, 1 + n_token) if isinstance(split.vocab, BPE) else None
     return {
         **figure(total, n_token, split.count_bytes(1, 1 + n_token), n_word),

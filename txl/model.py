@@ -200,7 +200,8 @@ class TransformerXL(nn.Module):
         inputs = []
         for layer, memory in zip(self.layers, memories, strict=True):
             inputs.append(hidden)
-            run = layer if memory.shape[1] or self.memory.mem_len is None else layer.forward  # see `compile_layers`
+            empty = memory.shape[1] == 0 and self.memory.mem_len is not None
+            run = layer.forward if self.compiled and empty else layer  # see `compile_layers`
             if self.activation_checkpointing and self.training:
                 hidden = checkpoint(run, hidden, memory, encoding, documents, self.reach, use_reentrant=False)
             else:

@@ -4,8 +4,8 @@ import contextlib
 import fcntl
 import json
 import os
-import signal
 import socket
+import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,10 +16,15 @@ import torch
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def choose_device(name: str) -> torch.device:
-    """`auto`: the first of CUDA, MPS and CPU that is there. Raises ValueError for a device that is not."""
+def choose_device(name: str, index: int | None = None) -> torch.device:
+    """`auto`: the first of CUDA, MPS and CPU that is there; `index` picks a CUDA device where the name does not.
+
+    Raises ValueError for a device that is not there.
+    """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    if name == "cuda" and index is not None:
+        name = f"cuda:{index}"
     try:
         device = torch.device(name)
         if device.type not in ("cpu", "cuda", "mps"):
@@ -66,39 +71,34 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return tensor.to(device, non_blocking=True)
 
 
-class StopSignals:
-    """While active, SIGTERM, SIGUSR1 and Ctrl-C only raise a flag, which the loop reads after each update.
+def requeue(say: Callable[[str], None]) -> None:
+    """Asks Slurm to start this job again; a line says so where there is no such job or Slurm refuses."""
+    job = os.environ.get("SLURM_JOB_ID")
+    if job is None:
+        say("requeue: this is no Slurm job (SLURM_JOB_ID is not set); start the same command again")
+        return
+    try:
+        subprocess.run(["scontrol", "requeue", job], check=True, capture_output=True, text=True, timeout=30)
+        say(f"requeue: Slurm starts job {job} again")
+    except (OSError, subprocess.SubprocessError) as error:
+        say(f"requeue: scontrol requeue {job} failed ({getattr(error, 'stderr', '') or error})")
 
-    A second Ctrl-C interrupts at once. After `leave_at_once(leave)`, when all is saved, a signal calls `leave(number)` on
-    the spot, also one that came before. Outside the main thread, where signals cannot be caught, the flag stays down.
-    """
 
-    def __init__(self):
-        self.received: int | None = None
-        self._leave: Callable[[int], None] | None = None
-        self._before: dict[int, Any] = {}
+OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "std::bad_alloc")
 
-    def _note(self, number: int, frame: Any) -> None:
-        if number == signal.SIGINT and self.received == signal.SIGINT:
-            raise KeyboardInterrupt
-        self.received = number
-        if self._leave is not None:
-            self._leave(number)
 
-    def leave_at_once(self, leave: Callable[[int], None]) -> None:
-        self._leave = leave
-        if self.received is not None:
-            leave(self.received)
-
-    def __enter__(self) -> "StopSignals":
-        with contextlib.suppress(ValueError):
-            for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
-                self._before[number] = signal.signal(number, self._note)
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+@contextlib.contextmanager
+def memory_named(*keys: str) -> Iterator[None]:
+    """Raises ValueError, with the keys whose smaller values take less, where memory has run out."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and not any(
+            words in str(error) for words in OUT_OF_MEMORY
+        ):
+            raise
+        first = next(iter(str(error).splitlines()), "") or type(error).__name__
+        raise ValueError(f"{keys[0]}: out of memory ({first}); less is taken by smaller {', '.join(keys)}") from error
 
 
 @contextlib.contextmanager
@@ -132,11 +132,16 @@ def write_whole(path: Path, write: Callable[[BinaryIO], None]) -> None:
     except BaseException:
         Path(beside).unlink(missing_ok=True)
         raise
-    folder = os.open(path.parent, os.O_RDONLY)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Brings the names in a folder to disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(folder)
+        os.fsync(descriptor)
     finally:
-        os.close(folder)
+        os.close(descriptor)
 
 
 def _umask() -> int:

@@ -1,6 +1,7 @@
 """The keys of the configurations that stand for no object: names, types and limits. `config.check` makes one of each to see
 whether the values are allowed. No torch is needed here."""
 
+import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -46,11 +47,18 @@ class Train:
     steps: int
     tgt_len: int
     batch_size: int
+    accumulate: int
     clip: float | int | None
+    on_nonfinite: Literal["stop", "skip"]
+    max_bad_updates: int
     log_every: int
     eval_every: int
-    save_every: int
+    save_every: int | str
     keep_last: int
+    max_minutes: float | int | None
+    requeue: bool
+    processes: int
+    sharding: Literal["none", "full"]
     profile: int | None
     resume: str | None
     init_from: str | None
@@ -64,10 +72,16 @@ class Train:
     sample: dict
 
     def __post_init__(self):
-        _at_least(
-            self, 1, "steps", "tgt_len", "batch_size", "log_every", "eval_every", "save_every", "keep_last", "profile"
-        )
-        _at_least(self, 0, "seed")
+        counted = ("log_every", "eval_every", "save_every", "keep_last", "profile", "accumulate", "processes")
+        _at_least(self, 1, "steps", "tgt_len", "batch_size", *counted)
+        _at_least(self, 0, "seed", "max_bad_updates")
+        if self.max_minutes is not None and not 0 < self.max_minutes < float("inf"):
+            raise ValueError(f"max_minutes: must be above 0, or null for no limit; got {self.max_minutes}")
+        if isinstance(self.save_every, str) and not self.save_minutes:
+            raise ValueError(f"save_every: a number of updates, or of minutes as in 10min; got {self.save_every!r}")
+        self.check_division(self.processes)
+        if self.sharding == "full" and (self.compile or self.precision == "fp16"):
+            raise ValueError("sharding: full takes neither compile=true nor precision=fp16; bf16 needs no scaler")
         if self.clip is not None and not self.clip > 0:
             raise ValueError(f"clip: must be above 0, or null for no clipping; got {self.clip}")
         if not self.name or self.name[0] == "." or any(character in self.name for character in "/\\=\0\n"):
@@ -80,6 +94,20 @@ class Train:
             raise ValueError(f"optimizer.lr: must be a number above 0, got {lr}")
         if self.cache_dir == "":
             raise ValueError("cache_dir: must not be empty; null is the default place")
+
+    @property
+    def save_minutes(self) -> float | None:
+        """The minutes between two checkpoints; None where updates are counted."""
+        found = re.fullmatch(r"(\d+(?:\.\d+)?) ?min(?:utes)?", str(self.save_every))
+        return float(found[1]) if found else None
+
+    def check_division(self, processes: int) -> None:
+        """Raises ValueError unless each process has as many lanes, and each of its chunks."""
+        if self.batch_size % (processes * self.accumulate):
+            raise ValueError(
+                f"batch_size: {self.batch_size} lanes cannot be divided among processes={processes} times "
+                f"accumulate={self.accumulate}; take a multiple of {processes * self.accumulate}"
+            )
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -111,11 +139,12 @@ class Evaluate:
     device: str
     precision: Precision | Trained
     compile: bool
+    processes: int
     cache_dir: str | None
     data: dict
 
     def __post_init__(self):
-        _at_least(self, 1, "tgt_len", "mem_len", "clamp_len", "batch_size")
+        _at_least(self, 1, "tgt_len", "mem_len", "clamp_len", "batch_size", "processes")
 
 
 @dataclass(kw_only=True, frozen=True)

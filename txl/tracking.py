@@ -1,9 +1,15 @@
 """What a run leaves for people to see: metrics.jsonl, curves.png, a progress bar or lines, and W&B where it is wanted."""
 
 import contextlib
+import errno
 import json
+import os
+import queue
+import re
 import sys
+import threading
 import time
+import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -14,29 +20,71 @@ from rich.table import Table
 
 from txl.runtime import write_whole
 
+INIT_TIMEOUT, FINISH_TIMEOUT, PATIENCE = (
+    10,
+    10,
+    12.0,
+)  # seconds that a tracker has to start, to end; that a run waits for it
+
 
 class Metrics:
     """metrics.jsonl: one JSON object a line, on disk when `log` returns.
 
-    Opened at a step, it drops the lines after it, which a run that goes on from there will write again.
+    Opened at a step, it drops the lines after it, which a run that goes on from there will write again. Lines that a full
+    disk refuses are kept and written with a later one; a warning says so once, and training goes on.
     """
 
     def __init__(self, path: Path, *, step: int):
         kept = [row for row in read_metrics(path) if row["step"] <= step]
         text = "".join(json.dumps(row) + "\n" for row in kept)
         write_whole(path, lambda file: file.write(text.encode()))
-        self._path, self._file = path, path.open("a")
+        self._path, self._file = path, path.open("ab", buffering=0)
+        self._waiting, self._warned = b"", False
 
     def log(self, row: Mapping[str, Any]) -> None:
-        self._file.write(json.dumps(row) + "\n")
-        self._file.flush()
+        self._waiting += (json.dumps(row) + "\n").encode()
+        self._write()
+
+    def _write(self) -> None:
+        try:
+            whole = os.fstat(self._file.fileno()).st_size
+            written = self._file.write(self._waiting)
+            if written < len(self._waiting):
+                os.ftruncate(self._file.fileno(), whole)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self._waiting = b""
+        except OSError as error:
+            self._warn(f"{self._path} cannot be written ({error.strerror}); its lines are kept until it can")
 
     def draw(self, path: Path) -> None:
         """Draws the curves of all that was logged so far."""
-        draw_curves(path, read_metrics(self._path))
+        try:
+            draw_curves(path, read_metrics(self._path))
+        except OSError as error:
+            self._warn(f"{path} cannot be written ({error.strerror})")
+
+    def _warn(self, words: str) -> None:
+        if not self._warned:
+            self._warned = True
+            print(f"warning: {words}; training goes on", file=sys.stderr)
 
     def close(self) -> None:
+        if self._waiting:
+            self._write()
         self._file.close()
+
+
+class NoMetrics:
+    """For the processes that write nothing."""
+
+    def log(self, row: Mapping[str, Any]) -> None:
+        pass
+
+    def draw(self, path: Path) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -86,11 +134,14 @@ class NoTracker:
     def finish(self) -> None:
         pass
 
+    def abandon(self) -> None:
+        pass
+
 
 class WandbTracker:
     """`tracker=wandb`: Weights & Biases, into the run's folder without an account unless `mode=online`.
 
-    Training never depends on it: where it fails, a warning says so once and the run goes on without.
+    A run that goes on after a kill is one run there too; `tokens` is the x-axis of all its curves.
     """
 
     def __init__(
@@ -104,45 +155,92 @@ class WandbTracker:
         self.project, self.mode, self.entity, self.tags = project, mode, entity, tags
         self._run = None
 
-    def _guarded(self, doing: str, action: Any) -> Any:
-        try:
-            return action()
-        except Exception as error:
-            self._run = None
-            print(
-                f"tracker: {doing} failed ({type(error).__name__}: {error}); training goes on without it",
-                file=sys.stderr,
-            )
-
     def start(self, *, folder: Path, name: str, config: Mapping[str, Any]) -> None:
-        def begin() -> Any:
-            import wandb
+        import wandb
 
-            settings = wandb.Settings(console="off", silent=True, init_timeout=20, finish_timeout=30)
-            run = wandb.init(
-                project=self.project,
-                entity=self.entity,
-                tags=self.tags,
-                mode=self.mode,
-                name=name,
-                dir=folder.resolve(),  # W&B writes from a process of its own, in a folder of its own
-                config=dict(config),
-                settings=settings,
-            )
-            run.define_metric("tokens")
-            run.define_metric("*", step_metric="tokens")
-            return run
-
-        self._run = self._guarded("starting W&B", begin)
+        settings = wandb.Settings(console="off", silent=True, init_timeout=INIT_TIMEOUT, finish_timeout=FINISH_TIMEOUT)
+        self._run = wandb.init(
+            project=self.project,
+            entity=self.entity,
+            tags=self.tags,
+            mode=self.mode,
+            id=_lasting_id(folder),  # a run that goes on is one run there too
+            resume="allow",
+            name=name,
+            dir=folder.resolve(),  # W&B writes from a process of its own, in a folder of its own
+            config=dict(config),
+            settings=settings,
+        )
+        self._run.define_metric("step")
+        self._run.define_metric("tokens")
+        self._run.define_metric("*", step_metric="tokens")
 
     def log(self, row: Mapping[str, Any]) -> None:
-        if self._run is not None:
-            self._guarded("logging to W&B", lambda: self._run.log(dict(row), step=row["step"]))
+        self._run.log(dict(row))
 
     def finish(self) -> None:
-        if self._run is not None:
-            self._guarded("finishing W&B", lambda: self._run.finish())
-            self._run = None
+        self._run.finish()
+
+
+def _lasting_id(folder: Path) -> str:
+    """The id under which W&B knows the run of this folder: made once."""
+    file = folder / "wandb_id"
+    with contextlib.suppress(OSError):
+        if known := re.fullmatch(r"[0-9a-z]{8,64}", file.read_text().strip()):
+            return known[0]
+    write_whole(file, lambda opened: opened.write(uuid.uuid4().hex.encode()))
+    return file.read_text()
+
+
+class Background:
+    """A tracker that training neither waits for nor dies from: it works in a thread of its own.
+
+    Whatever it raises is told in one warning, and the run goes on without it; one that hangs is left behind at the end.
+    """
+
+    def __init__(self, tracker: Any):
+        self._tracker, self._calls = tracker, queue.SimpleQueue()
+        self._doing, self._abandoned = "starting", False
+        self._thread = threading.Thread(target=self._work, daemon=True, name="tracker")
+        self._thread.start()
+
+    def _work(self) -> None:
+        dead = False
+        while True:
+            name, arguments, named = self._calls.get()
+            self._doing = name
+            try:
+                if not dead:
+                    getattr(self._tracker, name)(*arguments, **named)
+            except BaseException as error:  # it may even want to exit
+                dead = True
+                words = " ".join(f"{type(error).__name__}: {error}".split())
+                print(f"warning: tracker: {name} failed ({words}); training goes on without it", file=sys.stderr)
+            if name == "finish":
+                return
+
+    def start(self, **named: Any) -> None:
+        self._calls.put(("start", (), named))
+
+    def log(self, row: Mapping[str, Any]) -> None:
+        self._calls.put(("log", (dict(row),), {}))
+
+    def abandon(self) -> None:
+        """From now on it is not waited for."""
+        self._abandoned = True
+
+    def finish(self) -> None:
+        self._calls.put(("finish", (), {}))
+        if self._abandoned:
+            return
+        self._thread.join(PATIENCE)
+        if self._thread.is_alive():
+            print(f"warning: tracker: {self._doing} hangs; the run ends without it", file=sys.stderr)
+
+
+def begin(tracker: Any) -> Any:
+    """The tracker as training uses it."""
+    return tracker if isinstance(tracker, NoTracker) else Background(tracker)
 
 
 class Speed:
@@ -171,11 +269,12 @@ class Speed:
 class Display:
     """Progress on standard error: a bar on a terminal; elsewhere a line each time that something is logged."""
 
-    def __init__(self, *, steps: int, step: int):
+    def __init__(self, *, steps: int, step: int, quiet: bool = False):
         self.steps = steps
-        self._console = Console(stderr=True)
+        self._console = Console(stderr=True, quiet=quiet)
+        self._quiet = quiet
         self._bar = None
-        if self._console.is_terminal:
+        if self._console.is_terminal and not quiet:
             columns = (
                 TextColumn("step"),
                 BarColumn(),
@@ -202,6 +301,8 @@ class Display:
             self._bar.update(self._task, completed=step)
 
     def show(self, row: Mapping[str, Any]) -> None:
+        if self._quiet:
+            return
         words = {
             "train/nll": "train nll",
             "valid/nll": "valid nll",

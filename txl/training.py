@@ -1,7 +1,7 @@
 """Training: `Run` is all that changes, `updates` the rule by which it does. Whoever loops decides when to log and save."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,8 +9,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from txl.data.streams import Lanes, Prefetched
+from txl.data.streams import Lanes, Prefetched, Segment
+from txl.ranks import ALONE, Ranks
 from txl.runtime import autocast, to_device
+from txl.sharding import average_the_rest, exchanging, gradient_norm, own_part, share_of, whole
+
+OVERFLOWS = 64  # of fp16 in a row: no scale is left to try
 
 
 @dataclass(kw_only=True)
@@ -21,16 +25,29 @@ class Run:
     optimizer: torch.optim.Optimizer
     lanes: Lanes | Prefetched
     scaler: torch.amp.GradScaler
-    mems: list[Tensor] | None = None  # carried from each segment to the next
+    replica: nn.Module | None = None  # what is called in place of the model, see `txl.sharding`
+    ranks: Ranks = ALONE
+    mems: list[Tensor] | None = None  # carried from each segment to the next, of this process's lanes
     step: int = 0  # updates done
-    tokens: int = 0  # targets seen
+    tokens: int = 0  # targets seen, of all lanes
     seconds: float = 0.0
+    bad_updates: int = 0  # skipped, because their loss or gradient was not finite
     valid_nll: list[float] = field(default_factory=list)  # of every validation, oldest first
+    measured: int = 0  # the step of the last of them
     unlogged_nll: float = 0.0  # sum over the tokens since the last line of the log
     unlogged_tokens: int = 0
     unread: list["Update"] = field(default_factory=list)  # updates whose figures the device may not have finished
 
-    PLAIN = ("step", "tokens", "seconds", "valid_nll", "unlogged_nll", "unlogged_tokens")
+    PLAIN = {
+        "step": int,
+        "tokens": int,
+        "seconds": float,
+        "bad_updates": int,
+        "valid_nll": list,
+        "measured": int,
+        "unlogged_nll": float,
+        "unlogged_tokens": int,
+    }
 
     @property
     def device(self) -> torch.device:
@@ -43,6 +60,7 @@ class Run:
             raise Diverged(f"optimizer.lr: after update {self.step} the valid nll is {nll}; try a lower rate, or clip")
         best = nll < min(self.valid_nll, default=math.inf)
         self.valid_nll.append(nll)
+        self.measured = self.step
         return best
 
     def read_figures(self) -> None:
@@ -53,16 +71,19 @@ class Run:
         unread, self.unread = self.unread, []
         if not unread:
             return
-        scaled = self.scaler.is_enabled()  # then an overflowing gradient is the scaler's business: it skips the update
         for update, (nll, grad_norm) in zip(unread, torch.stack([one.figures for one in unread]).tolist(), strict=True):
-            if not math.isfinite(nll) or not (math.isfinite(grad_norm) or scaled):
+            if not self.is_finite(nll, grad_norm):
                 raise Diverged(
                     f"optimizer.lr: at update {update.step} the loss is {nll} and its gradient's norm {grad_norm} (learning "
                     f"rate {update.lr:.3g}); stopped before the weights took harm; try a lower rate, a longer "
-                    "schedule.warmup or clip"
+                    "schedule.warmup or clip, or on_nonfinite=skip"
                 )
             self.unlogged_nll += nll * update.n_token
             self.unlogged_tokens += update.n_token
+
+    def is_finite(self, nll: float, grad_norm: float) -> bool:
+        """Whether an update may be made of them; a gradient that overflows in fp16 is the scaler's business."""
+        return math.isfinite(nll) and (math.isfinite(grad_norm) or self.scaler.is_enabled())
 
     def take_unlogged(self) -> dict[str, float]:
         """The mean nll since this was last asked for; the count begins anew."""
@@ -72,50 +93,140 @@ class Run:
         return {"train/nll": mean}
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values and tensors of their own storage. Raises Diverged, as `read_figures` does, before anything is saved."""
+        """Plain values and tensors: of all lanes and processes, whatever their number, and of whole weights.
+
+        Every process is to ask. Raises Diverged, as `read_figures` does, before anything is saved.
+        """
         self.read_figures()
         on_cuda = self.device.type == "cuda"
+        rng = {"cpu": torch.get_rng_state(), "device": torch.cuda.get_rng_state(self.device) if on_cuda else None}
         return {
             **{name: getattr(self, name) for name in self.PLAIN},
-            "optimizer": self.optimizer.state_dict(),
+            "optimizer": self._optimizer_state(),
             "optimizer_kind": type(self.optimizer).__name__,
             "lanes": self.lanes.state_dict(),
             "scaler": self.scaler.state_dict(),
-            "mems": None if self.mems is None else [memory.clone() for memory in self.mems],
-            "rng": {
-                "cpu": torch.get_rng_state(),
-                "device": torch.cuda.get_rng_state(self.device) if on_cuda else None,
-            },
+            "mems": None if self.mems is None else [self.ranks.whole_batch(memory) for memory in self.mems],
+            "rng": self.ranks.gather(rng),
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Sets all but the model's parameters; the random generators last. Raises ValueError for what does not fit."""
+    def _optimizer_state(self) -> dict[str, Any]:
+        """As torch's, but by the names of the parameters in place of their numbers."""
+        names = {parameter: name for name, parameter in self.model.named_parameters()}
+        groups = [
+            {**group, "params": [names[parameter] for parameter in group["params"]]}
+            for group in self.optimizer.param_groups
+        ]
+        state = {
+            names[parameter]: {key: whole(value) if isinstance(value, Tensor) else value for key, value in kept.items()}
+            for parameter, kept in self.optimizer.state.items()
+        }
+        return {"param_groups": groups, "state": state}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Sets all but the model's parameters; the random generators last.
+
+        Nothing is set before all was looked at. Raises ValueError for what does not fit, with what it is.
+        """
         kind = type(self.optimizer).__name__
-        if state["optimizer_kind"] != kind:
-            raise ValueError(f"resume: optimizer: the run was trained with {state['optimizer_kind']}, not {kind}")
-        for name in self.PLAIN:
-            setattr(self, name, state[name])
+        if state.get("optimizer_kind") != kind:
+            raise ValueError(f"resume: optimizer: the run was trained with {state.get('optimizer_kind')}, not {kind}")
+        for name, wanted in self.PLAIN.items():
+            if type(state.get(name)) is not wanted:
+                raise ValueError(f"resume: the checkpoint's {name} is no {wanted.__name__}")
+        if not all(type(nll) is float for nll in state["valid_nll"]):
+            raise ValueError("resume: the checkpoint's valid_nll are no numbers")
+        optimizer, mems = self._fitting_optimizer(state.get("optimizer")), self._fitting_mems(state.get("mems"))
+        rng = self._fitting_rng(state.get("rng"))
         settings = [{key: group[key] for key in group if key != "params"} for group in self.optimizer.param_groups]
         try:
-            self.optimizer.load_state_dict(state["optimizer"])
-        except (ValueError, KeyError) as error:
-            raise ValueError(
-                f"resume: optimizer: its saved state is of another optimizer or model ({error})"
-            ) from error
+            self.lanes.load_state_dict(state["lanes"])
+            self.optimizer.load_state_dict(optimizer)
+            self.scaler.load_state_dict(state["scaler"] if self.scaler.is_enabled() and state["scaler"] else {})
+        except (KeyError, TypeError, RuntimeError) as error:
+            raise ValueError(f"resume: the checkpoint's state of the run cannot be read ({error})") from error
         for group, setting in zip(self.optimizer.param_groups, settings, strict=True):
             group.update(
                 setting
             )  # torch brings back the old weight decay and the like in silence; what is asked for holds
-        self.lanes.load_state_dict(state["lanes"])
-        self.scaler.load_state_dict(state["scaler"])
-        self.mems = None if state["mems"] is None else [memory.to(self.device) for memory in state["mems"]]
-        if self.mems and self.lanes.borders is None and any(memory.isnan().any() for memory in self.mems):
-            self.mems = (
-                None  # documents had borders when it was saved, and have none now: nothing would hide the ended ones
-            )
-        torch.set_rng_state(state["rng"]["cpu"])
-        if self.device.type == "cuda" and state["rng"]["device"] is not None:
-            torch.cuda.set_rng_state(state["rng"]["device"], self.device)
+        for name in self.PLAIN:
+            setattr(self, name, state[name])
+        self.mems = mems
+        if rng is not None:
+            torch.set_rng_state(rng["cpu"])
+            if self.device.type == "cuda" and rng["device"] is not None:
+                torch.cuda.set_rng_state(rng["device"], self.device)
+
+    def _fitting_optimizer(self, saved: Any) -> dict[str, Any]:
+        """The saved state by torch's numbers. Raises ValueError unless its names and shapes are those of the model."""
+        fault = "resume: optimizer: its saved state is of another optimizer or model"
+        parameters, own = dict(self.model.named_parameters()), self.optimizer.state_dict()["param_groups"]
+        names = {parameter: name for name, parameter in parameters.items()}
+        ours = [[names[parameter] for parameter in group["params"]] for group in self.optimizer.param_groups]
+        if not (
+            isinstance(saved, Mapping)
+            and [group.get("params") for group in saved.get("param_groups", [])] == ours
+            and isinstance(saved.get("state"), Mapping)
+            and saved["state"].keys() <= parameters.keys()
+        ):
+            raise ValueError(fault)
+        state = {}
+        number = {
+            name: index
+            for group, mine in zip(own, ours, strict=True)
+            for index, name in zip(group["params"], mine, strict=True)
+        }
+        for name, kept in saved["state"].items():
+            for key, value in kept.items():
+                if isinstance(value, Tensor) and not _broadcastable(value, parameters[name]):
+                    raise ValueError(f"{fault}: {key} of {name} is {tuple(value.shape)}, {value.dtype}")
+            state[number[name]] = {
+                key: share_of(value, parameters[name]) if isinstance(value, Tensor) else value
+                for key, value in kept.items()
+            }
+        groups = [{**group, "params": mine["params"]} for group, mine in zip(saved["param_groups"], own, strict=True)]
+        return {"state": state, "param_groups": groups}
+
+    def _fitting_mems(self, saved: Any) -> list[Tensor] | None:
+        """The memory of this process's lanes; none where it would not be understood. Raises ValueError for another shape."""
+        if saved is None:
+            return None
+        n_lane, layers = self.lanes.batch_size, self.model.layers
+        width = layers[0].attention_norm.weight.shape[0]
+        if not isinstance(saved, list) or len(saved) not in (0, len(layers)):
+            raise ValueError("resume: the checkpoint's memory is not that of the model's layers")
+        for memory in saved:
+            fits = isinstance(memory, Tensor) and memory.ndim == 3 and memory.layout == torch.strided
+            if not fits or not memory.is_floating_point() or (memory.shape[0], memory.shape[2]) != (n_lane, width):
+                raise ValueError(f"resume: the checkpoint's memory is not that of {n_lane} lanes, {width} wide")
+        mine = self.ranks.share(n_lane)
+        mems = [memory[mine].clone().to(self.device) for memory in saved]
+        if self.lanes.borders is None and any(memory.isnan().any() for memory in mems):
+            return None  # documents had borders when it was saved, and have none now: nothing would hide the ended ones
+        return mems
+
+    def _fitting_rng(self, saved: Any) -> dict[str, Any] | None:
+        """What this process's generators were; None for a process that the run did not have before."""
+        size = torch.get_rng_state().shape
+        good = isinstance(saved, list) and all(
+            isinstance(one, Mapping)
+            and isinstance(one.get("cpu"), Tensor)
+            and (one["cpu"].dtype, one["cpu"].shape) == (torch.uint8, size)
+            and (one.get("device") is None or one["device"].dtype == torch.uint8)
+            for one in saved
+        )
+        if not good:
+            raise ValueError("resume: the checkpoint's random generators are none of torch's")
+        return saved[self.ranks.rank] if self.ranks.rank < len(saved) else None
+
+
+def _broadcastable(value: Tensor, parameter: Tensor) -> bool:
+    """A dense number, or as many as the parameter has, or fewer of them that stand for rows or columns."""
+    if value.layout != torch.strided or value.is_meta:
+        return False
+    shape = (1,) * (parameter.ndim - value.ndim) + tuple(value.shape)
+    alike = len(shape) == parameter.ndim and all(map(lambda given, own: given in (1, own), shape, parameter.shape))
+    return alike or value.numel() == 1
 
 
 @dataclass(frozen=True)
@@ -148,37 +259,49 @@ def updates(
     schedule: Callable[..., float],
     clip: float | int | None = None,
     precision: str = "fp32",
+    accumulate: int = 1,
+    on_nonfinite: str = "stop",
+    max_bad_updates: int = 0,
     wait: bool | None = None,
 ) -> Iterator[Update]:
     """Trains until `steps` updates are done, one update each time round.
 
     Each reads the next segment of every lane with the memory carried in, follows the gradient of the mean nll, clipped
-    to the global norm `clip`, and carries the memory out; where the lanes begin again, the memory begins empty.
-    Raises Diverged for a loss or gradient that is not finite, before the optimizer sees it, if it can `wait` for each
-    update's figures: by default on a CPU. Elsewhere nothing is waited for: the optimizer gets zeros in place of such a
-    gradient, and `Run.read_figures` raises, whenever something is logged or saved. So no bad figure reaches the weights.
+    to the global norm `clip`, and carries the memory out; where the lanes begin again, the memory begins empty. The lanes
+    are read in `accumulate` chunks, one after the other, whose gradients add up to that of all.
+
+    A loss or gradient that is not finite never reaches the weights. With `stop` Diverged is raised, before the optimizer
+    sees it, if it can `wait` for each update's figures: by default on a CPU. Elsewhere nothing is waited for: the optimizer
+    gets zeros in place of such a gradient, and `Run.read_figures` raises, whenever something is logged or saved. With `skip`
+    (which waits) the segment is passed over, the memory begins empty, and no update is counted; Diverged is raised after
+    `max_bad_updates` of these. An update that overflows in fp16 is not counted either: its scale is lowered.
     """
     parameters = list(run.model.parameters())
-    wait = run.device.type == "cpu" if wait is None else wait
+    wait = on_nonfinite == "skip" or run.device.type == "cpu" if wait is None else wait
+    overflows = 0
     run.model.train()
     while run.step < steps:
         before = run.lanes.state_dict()
         segment = next(run.lanes)
-        mems = None if segment.begins else run.mems
         rate = schedule(run.step, lr=lr, steps=steps, valid_nll=run.valid_nll)
         for group in run.optimizer.param_groups:
             group["lr"] = rate
         run.optimizer.zero_grad(set_to_none=True)
-        with autocast(run.device, precision):
-            starts = None if segment.starts is None else to_device(segment.starts, run.device)
-            nll, mems = run.model(segment.tokens, mems, segment.targets, starts=starts)  # which moves the tokens itself
-        loss = nll.mean()
-        run.scaler.scale(loss).backward()
+        loss, mems = backward(run, segment, None if segment.begins else run.mems, accumulate, precision)
         run.scaler.unscale_(run.optimizer)
-        norm = nn.utils.clip_grad_norm_(parameters, math.inf if clip is None else clip)
-        figures = torch.stack([loss.detach(), norm])
-        update = Update(step=run.step + 1, n_token=nll.numel(), lr=rate, figures=figures)
+        norm = gradient_norm(parameters, math.inf if clip is None else clip)
+        figures = torch.stack([run.ranks.mean_(loss), norm])
+        n_token = segment.targets.numel() * run.ranks.size
+        update = Update(step=run.step + 1, n_token=n_token, lr=rate, figures=figures)
         run.unread.append(update)
+        if wait and on_nonfinite == "skip" and not run.is_finite(*figures.tolist()):
+            run.unread.pop()
+            run.bad_updates, run.mems = run.bad_updates + 1, None
+            where = f"at update {update.step} the loss is {update.nll} and its gradient's norm {update.grad_norm}"
+            if run.bad_updates > max_bad_updates:
+                raise Diverged(f"max_bad_updates: {where}, and {max_bad_updates} segments were skipped already")
+            run.ranks.say(f"warning: {where}: segment {before} skipped ({run.bad_updates} of {max_bad_updates})")
+            continue
         if wait:
             try:
                 run.read_figures()
@@ -189,8 +312,45 @@ def updates(
             bad = ~figures.isfinite().all()
             for parameter in parameters:
                 if parameter.grad is not None:
-                    parameter.grad.masked_fill_(bad, 0.0)
+                    own_part(parameter.grad).masked_fill_(bad, 0.0)
+        scale = run.scaler.get_scale()
         run.scaler.step(run.optimizer)
         run.scaler.update()
-        run.mems, run.step, run.tokens = mems, run.step + 1, run.tokens + nll.numel()
+        run.mems = mems
+        if run.scaler.get_scale() < scale:
+            overflows += 1
+            if overflows == OVERFLOWS:
+                raise Diverged(
+                    f"precision: at update {update.step} the gradient overflows in fp16 at any scale; try bf16"
+                )
+            continue
+        overflows = 0
+        run.step, run.tokens = run.step + 1, run.tokens + n_token
         yield update
+
+
+def backward(
+    run: Run, segment: Segment, mems: list[Tensor] | None, accumulate: int, precision: str
+) -> tuple[Float[Tensor, ""], list[Tensor]]:
+    """Adds up the gradient of the mean nll, chunk of lanes by chunk of lanes, each with its own memory.
+
+        grad L = sum_c grad (mean nll of chunk c) / accumulate
+
+    Processes exchange their gradients during the last chunk. Returns the mean nll of this process's lanes, in nats, and
+    the new memory.
+    """
+    replica, n_lane = run.replica or run.model, len(segment.tokens)
+    loss, kept = 0.0, []
+    for chunk in range(accumulate):
+        lanes = slice(chunk * n_lane // accumulate, (chunk + 1) * n_lane // accumulate)
+        starts = None if segment.starts is None else to_device(segment.starts[lanes], run.device)
+        carried = None if mems is None else [memory[lanes] for memory in mems]
+        with exchanging(replica, chunk == accumulate - 1):
+            with autocast(run.device, precision):  # the model moves the tokens itself
+                nll, new = replica(segment.tokens[lanes], carried, segment.targets[lanes], starts=starts)
+            part = nll.mean() / accumulate
+            run.scaler.scale(part).backward()
+        loss = loss + part.detach()
+        kept.append(new)
+    average_the_rest(replica, run.ranks)
+    return loss, kept[0] if accumulate == 1 else [torch.cat(layer) for layer in zip(*kept, strict=True)]

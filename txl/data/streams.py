@@ -84,7 +84,8 @@ class Lanes:
     Of N tokens each lane has (N - 1) // batch_size targets, its last one being the first token of the next lane; the
     remainder, fewer than batch_size, is left out. The last segment of a lane may be shorter than `tgt_len`. `borders` are
     the tokens beyond which no memory may reach; where the tokens are `ShuffledDocuments`, each pass has another order of
-    them. Raises ValueError for a split too short for one segment a lane.
+    them. `rows` picks some of the lanes, those of one process among several: it reads what the others leave.
+    Raises ValueError for a split too short for one segment a lane.
     """
 
     def __init__(
@@ -94,8 +95,10 @@ class Lanes:
         batch_size: int,
         tgt_len: int,
         borders: np.ndarray | None = None,
+        rows: slice = slice(None),
     ):
         self.tokens, self.batch_size, self.tgt_len, self.borders = tokens, batch_size, tgt_len, borders
+        self.rows = rows
         self.lane_len = (len(tokens) - 1) // batch_size
         if self.lane_len < tgt_len:
             raise ValueError(
@@ -105,12 +108,15 @@ class Lanes:
         self.position = self.epoch = 0
 
     @classmethod
-    def of(cls, split: Split, *, batch_size: int, tgt_len: int, shuffle_seed: int | None) -> "Lanes":
+    def of(
+        cls, split: Split, *, batch_size: int, tgt_len: int, shuffle_seed: int | None, rows: slice = slice(None)
+    ) -> "Lanes":
         """The lanes of a split, its documents shuffled where there is a seed for it."""
+        how = dict(batch_size=batch_size, tgt_len=tgt_len, rows=rows)
         if shuffle_seed is None:
-            return cls(split.tokens, batch_size=batch_size, tgt_len=tgt_len, borders=split.borders)
+            return cls(split.tokens, borders=split.borders, **how)
         tokens = ShuffledDocuments(split.tokens, split.starts, seed=shuffle_seed)
-        lanes = cls(tokens, batch_size=batch_size, tgt_len=tgt_len)
+        lanes = cls(tokens, **how)
         lanes.borders = tokens.starts if split.resets else None
         return lanes
 
@@ -120,7 +126,7 @@ class Lanes:
     def __next__(self) -> Segment:
         start = self.position
         length = min(self.tgt_len, self.lane_len - start)
-        places = np.arange(self.batch_size) * self.lane_len + start
+        places = np.arange(self.batch_size)[self.rows] * self.lane_len + start
         both, starts = gather(self.tokens, places, length + 1), marked(self.borders, places, length)
         segment = Segment(tokens=both[:, :-1], targets=both[:, 1:], begins=start == 0, starts=starts)
         self.move(*divmod(self.epoch * self.lane_len + start + length, self.lane_len))
@@ -138,13 +144,15 @@ class Lanes:
         return {"position": self.position, "epoch": self.epoch, "lane_len": self.lane_len}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Goes on from there. Raises ValueError where the lanes were of another length."""
+        """Goes on from there. Raises ValueError where the lanes were of another length, or there is no such place."""
         if state["lane_len"] != self.lane_len:
             raise ValueError(
                 f"resume: batch_size or data changed: the run read lanes of {state['lane_len']} tokens, "
                 f"these have {self.lane_len}"
             )
-        self.move(state.get("epoch", 0), state["position"])
+        if not all(type(state[name]) is int for name in state) or not 0 <= state["position"] < self.lane_len:
+            raise ValueError(f"resume: the checkpoint's lanes stand at {state}")
+        self.move(state["epoch"], state["position"])
 
 
 class Prefetched:
@@ -161,6 +169,10 @@ class Prefetched:
     @property
     def borders(self) -> np.ndarray | None:
         return self.lanes.borders
+
+    @property
+    def batch_size(self) -> int:
+        return self.lanes.batch_size
 
     def __iter__(self):
         return self
