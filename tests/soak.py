@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 os.environ.update(OMP_WAIT_POLICY="PASSIVE", WANDB_MODE="offline", HF_HUB_OFFLINE="1")
@@ -27,7 +28,7 @@ import torch
 
 torch.set_num_threads(1)
 
-import train  # noqa: F401: imported before the forks
+import train
 from txl import archive, checkpoint, config, resuming, saver, training
 
 BASE = [
@@ -126,6 +127,11 @@ def figures(folder: Path) -> dict:
         "lanes": last["run"]["lanes"],
         "best": (best["step"], digest(best["model"])),
     }
+
+
+def spin() -> None:
+    while True:
+        pass
 
 
 class Soak:
@@ -391,8 +397,8 @@ class Soak:
                     content[len(content) // 2] ^= 4
                     files[0].write_bytes(content if act == "flip" else content[: len(content) // 3])
                 elif act == "kill":
-                    ended(self._fork(lambda step=step: self._save_until(folder, step, self.draw.randrange(1, 60))))
-                    self.draw.random()
+                    point = self.draw.randrange(1, 60)
+                    ended(self._fork(partial(self._save_until, folder, step, point)))
                 else:
                     writer = saver.Saver(folder, keep=keep)
                     writer.save(self._state(step), best=False)
@@ -415,7 +421,7 @@ class Soak:
         """The same run again and again, idle and beside busy loops: one result. And without a part of the state: another."""
         variant = "documents"
         for trial in range(trials):
-            busy = [self._fork(lambda: all(True for _ in iter(int, 1))) for _ in range(3 * (trial % 2))]
+            busy = [self._fork(spin) for _ in range(3 * (trial % 2))]
             folder = self.new()
             self.finish(folder, variant)
             for pid in busy:

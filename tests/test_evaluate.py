@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import ROOT, characters_run, command, in_process, refused
 
-from txl import checkpoint
+from txl import archive, checkpoint
 
 
 def test_evaluate_gives_the_figure_of_the_run_from_anywhere(trained_run):
@@ -122,9 +122,9 @@ def test_a_checkpoint_must_be_given(entry):
 def test_a_checkpoint_whose_vocabulary_is_another_is_refused(entry, trained_run):
     content = torch.load(trained_run / "best.pt", weights_only=True)
     many = "".join(map(chr, range(300)))
-    torch.save({**content, "vocab": json.dumps({"kind": "characters", "characters": many})}, "swapped.pt")
+    archive.write(Path("swapped.pt"), {**content, "vocab": json.dumps({"kind": "characters", "characters": many})})
     refused(in_process(entry, "checkpoint=swapped.pt"), "checkpoint")
-    torch.save({**content, "vocab": json.dumps({"kind": "words"})}, "unknown.pt")
+    archive.write(Path("unknown.pt"), {**content, "vocab": json.dumps({"kind": "words"})})
     refused(in_process(entry, "checkpoint=unknown.pt"), "checkpoint")
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import TINY, in_process, run_files, text_data
 
-from txl import checkpoint, runs
+from txl import checkpoint, resuming
 
 
 def interrupted(monkeypatch, after: int, *overrides: str):
@@ -114,9 +114,9 @@ def test_resume_takes_groups_and_works_from_another_folder(tmp_path, monkeypatch
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("batch_size=3", "resume: batch_size or data changed"),
-        ("optimizer=sgd", "resume: optimizer:"),
-        ("model.n_layer=3", "resume: its weights do not fit the model"),
+        ("batch_size=4", "resume: batch_size cannot change, 2 to 4 (each lane would stand elsewhere in the text)"),
+        ("optimizer=sgd", "resume: optimizer._target_ cannot change, torch.optim.Adam to torch.optim.SGD"),
+        ("model.n_layer=3", "resume: model.n_layer cannot change, 2 to 3 (the weights would not fit)"),
         ("data/vocab=characters", "resume: the checkpoint was made with another vocabulary"),
         ("data.max_bytes=10000", "resume: the text of data has changed"),
     ],
@@ -180,7 +180,7 @@ def test_a_finished_run_can_be_measured_anew_by_resume():
 def test_a_group_takes_the_place_of_old_values_in_it():
     assert in_process("train", "name=groups", *TINY).status == 0
     (path,) = Path("outputs/groups").iterdir()
-    overrides = runs.resumed_overrides(path, [f"resume={path}", "model/memory=none", "steps=8"])
+    overrides = resuming.resumed_overrides(path, [f"resume={path}", "model/memory=none", "steps=8"])
     assert "model.memory.mem_len=16" not in overrides and "model.n_layer=2" in overrides
     outcome = in_process("train", f"resume={path}", "model/memory=none", "steps=8")
     assert outcome.status == 0, outcome.stderr
@@ -220,7 +220,8 @@ def test_a_damaged_result_is_made_again(content):
 def test_a_checkpoint_without_a_training_state_is_no_place_to_go_on_from():
     assert in_process("train", "name=stateless", *TINY).status == 0
     (path,) = Path("outputs/stateless").iterdir()
-    (path / "last.pt").write_bytes((path / "best.pt").read_bytes())
+    for name in ("last.pt", "last.1.pt"):
+        (path / name).write_bytes((path / "best.pt").read_bytes())
     outcome = in_process("train", f"resume={path}", "steps=8")
     assert outcome.status == 1 and "holds no state of a training run" in outcome.stderr
 

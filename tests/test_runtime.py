@@ -80,11 +80,11 @@ def test_a_signal_during_the_final_figures_loses_nothing(number, status, monkeyp
         os.kill(os.getpid(), getattr(signal, number))
         pytest.fail("went on")
 
-    real = train.finish
-    monkeypatch.setattr(train, "finish", signalled)
+    real = train.write_sample
+    monkeypatch.setattr(train, "write_sample", signalled)
     outcome = in_process("train", *TINY)
     assert outcome.status == status and "stopped after update 6 of 6, everything saved" in outcome.stderr
-    monkeypatch.setattr(train, "finish", real)
+    monkeypatch.setattr(train, "write_sample", real)
     again = in_process("train", *TINY)
     assert again.status == 0 and b"bits per byte" in again.stdout and "step" not in again.stderr
 

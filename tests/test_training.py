@@ -167,11 +167,19 @@ def test_an_overflow_in_fp16_skips_the_update_and_lowers_the_scale():
     model = tiny_model().float()
     run = make_run(model, small_lanes())
     run.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**60)
-    before = model.softmax.weight.clone()
-    (update,) = updates(run, steps=1, lr=0.01, schedule=constant, precision="fp16")
-    assert math.isfinite(update.nll) and not math.isfinite(update.grad_norm)
-    assert torch.equal(model.softmax.weight, before)
-    assert run.scaler.get_scale() == 2.0**59
+    rates, before = [], model.softmax.weight.clone()
+
+    def schedule(step, *, lr, steps, valid_nll):
+        assert torch.equal(model.softmax.weight, before) or step
+        rates.append(step)
+        return lr
+
+    (update,) = updates(run, steps=1, lr=0.01, schedule=schedule, precision="fp16")
+    skipped = len(rates) - 1
+    assert skipped > 0 and rates == [0] * len(rates)  # nothing of the schedule is used up
+    assert run.scaler.get_scale() == 2.0 ** (60 - skipped)
+    assert math.isfinite(update.grad_norm) and not torch.equal(model.softmax.weight, before)
+    assert (run.step, run.tokens) == (1, 16)
 
 
 @pytest.mark.parametrize("where", ["loss", "gradient"])

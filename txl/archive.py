@@ -52,7 +52,7 @@ class _Hashing:
         self._file.flush()
 
 
-def write(path: Path, content: dict[str, Any]) -> None:
+def write(path: Path, content: Any) -> None:
     """Writes plain tensors and values and their sha256, beside, synced, renamed; an error that passes is outlived.
 
     Raises OSError, with the room that it takes and that there is, after the third attempt, and TypeError for a value that

@@ -22,7 +22,7 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from txl.signals import INTERRUPTED, THREAD, StopSignals, Stopped, leave
+from txl.signals import INTERRUPTED, THREAD, Stopped, StopSignals, leave
 from txl.signature import LITERAL_KEYS, problems
 
 CONF = Path(__file__).parents[1] / "conf"

@@ -91,6 +91,7 @@ DAMAGES = {
     "a byte short": lambda whole: whole[:-1],
     "half": lambda whole: whole[: len(whole) // 2],
     "a few bytes": lambda whole: whole[:7],
+    "a bit": lambda whole: whole[:-1] + bytes([whole[-1] ^ 1]),
     "garbage": lambda whole: b"\x93NUMPY garbage" * 20,
     "an archive": lambda whole: b"PK\x03\x04" + whole,
     "a broken header": lambda whole: whole[:12] + b"(" + whole[13:],
@@ -111,7 +112,7 @@ ARRAYS = {
 def test_a_damaged_cache_is_made_again(damage):
     corpus = corpus_of(Words(), document_separator="|")
     expected = contents(corpus)
-    for pattern in ("train-*[!s].npy", "*.starts.npy", "*.pieces.npy", "vocab-*.json"):
+    for pattern in ("train-*[!s].npy", "*.starts.npy", "*.pieces.npy", "*.sha256", "vocab-*.json"):
         (path,) = Path("cache").glob(pattern)
         whole = path.read_bytes()
         path.unlink()  # it may still be mapped
@@ -122,7 +123,7 @@ def test_a_damaged_cache_is_made_again(damage):
             path.write_bytes(DAMAGES[damage](whole))
         assert contents(corpus_of(Words(), document_separator="|")) == expected
         assert path.read_bytes() == whole
-    assert len(list(Path("cache").iterdir())) == 4
+    assert len(list(Path("cache").iterdir())) == 5
 
 
 @pytest.mark.parametrize(

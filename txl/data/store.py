@@ -19,8 +19,8 @@ from txl.data.text import Piece, Text, separator_bytes
 from txl.data.vocab import BPE, Vocabulary, fingerprint, from_state
 
 SPLITS = ("train", "valid", "test")
-HALF = re.compile(r"\.(train|valid|test)-[0-9a-f]{16}-[0-9a-f]{16}(\.starts|\.pieces)?\.npy-\w{8}")
-FORM = 2  # of the token files; another number makes them all again
+HALF = re.compile(r"\.(train|valid|test)-[0-9a-f]{16}-[0-9a-f]{16}(\.starts\.npy|\.pieces\.npy|\.npy|\.sha256)-\w{8}")
+FORM = 3  # of the token files; another number makes them all again
 
 
 class Corpus:
@@ -149,18 +149,23 @@ class Corpus:
             raise ValueError(f"data.{name}: the text changed while it was read")
 
     def _encode(self, name: str, text: Text, encoder: Encoder, path: Path, file: BinaryIO) -> None:
-        """Writes the token file piece by piece; it gets its name last of three files, so that it stands for all of them."""
-        tables, dtype = Tables(), np.dtype(smallest(encoder.vocab.n_token))
+        """Writes the token file piece by piece; it gets its name last of four files, so that it stands for all of them."""
+        tables, dtype, digest = Tables(), np.dtype(smallest(encoder.vocab.n_token)), hashlib.sha256()
         _write_header(file, dtype, 0)
         with progress(f"encoding {name}", text.size) as advance:
             for piece in in_order(encoder, self._pieces(name, text, encoder), size=text.size):
-                file.write(piece.tokens.tobytes())
+                tokens = piece.tokens.tobytes()
+                file.write(tokens)
+                digest.update(tokens)
                 tables.add(piece)
                 advance(piece.counts[1])
         file.seek(0)
         _write_header(file, dtype, int(tables.pieces[-1, 0]))
         self._write(path.with_suffix(".starts.npy"), lambda other: np.save(other, tables.starts))
         self._write(path.with_suffix(".pieces.npy"), lambda other: np.save(other, tables.pieces))
+        digest.update(tables.starts.tobytes())
+        digest.update(tables.pieces.tobytes())
+        self._write(path.with_suffix(".sha256"), lambda other: other.write(digest.hexdigest().encode()))
 
 
 def _write_header(file: BinaryIO, dtype: np.dtype, n_token: int) -> None:
@@ -171,11 +176,12 @@ def _write_header(file: BinaryIO, dtype: np.dtype, n_token: int) -> None:
 
 
 def _load(path: Path, n_token: int, size: int) -> dict[str, np.ndarray] | None:
-    """The three files of an encoding, or None where there are none, only a part of them, or ones of other numbers."""
+    """The files of an encoding, or None where there are none, only a part of them, or where a bit of them has changed."""
     try:
         tokens = np.load(path, mmap_mode="r", allow_pickle=False)
         starts = np.load(path.with_suffix(".starts.npy"), mmap_mode="r", allow_pickle=False)
         pieces = np.load(path.with_suffix(".pieces.npy"), allow_pickle=False)
+        expected = path.with_suffix(".sha256").read_text()
         kinds = [(array.ndim, array.dtype) for array in (tokens, starts, pieces)]
     except Exception:  # NumPy has many for a damaged file
         return None
@@ -185,11 +191,17 @@ def _load(path: Path, n_token: int, size: int) -> dict[str, np.ndarray] | None:
         return None
     if starts[:1].tolist() != [0] or not 0 <= starts[-1] <= len(tokens):
         return None
+    digest = hashlib.sha256()
     with path.open("rb") as file:  # not through the map, whose pages would count as this process's memory
         file.seek(128)
         while len(block := np.fromfile(file, tokens.dtype, 1 << 22)):
+            digest.update(block)
             if block.max() >= n_token or block.min() < 0:
                 return None
+    digest.update(starts)
+    digest.update(pieces)
+    if digest.hexdigest() != expected:
+        return None
     return {"tokens": tokens, "starts": starts, "pieces": pieces}
 
 
