@@ -184,7 +184,7 @@ def test_processes_that_encode_at_once_do_not_harm_each_other(vocab):
     ]
     expected = b"200000\n" if vocab == "Bytes()" else b"40001\n"
     assert [process.communicate(timeout=120)[0] for process in started] == [expected] * 2
-    assert len(list(Path("cache").iterdir())) == (3 if vocab == "Bytes()" else 4)
+    assert len(list(Path("cache").iterdir())) == (4 if vocab == "Bytes()" else 5)
 
 
 # Words and line ends, which perplexities of different tokens are compared by.
