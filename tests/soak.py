@@ -172,26 +172,50 @@ class Soak:
     # The parts: each does so many trials, and returns what it did in words
 
     def kills(self, trials: int) -> str:
-        """SIGKILL at random moments, again and again, until a run comes through between two."""
-        done = runs = trained = 0
+        """SIGKILL at random moments of the start or of the updates, again and again, until a run comes through between two."""
+        done = runs = 0
+        steps: set[int] = set()
         while done < trials:
             variant = self.draw.choice(list(VARIANTS))
             seconds, folder = self.expected(variant)[1], self.new()
             while done < trials:
+                before = self._logged(folder)
                 pid = start(folder, [*BASE, *VARIANTS[variant]])
-                time.sleep(self.draw.uniform(0, 0.8 * seconds))
-                over, status = os.waitpid(pid, os.WNOHANG)
-                if over:
-                    assert os.waitstatus_to_exitcode(status) == 0, (folder / "log.txt").read_text()
+                if (
+                    self.draw.random() < 0.75
+                ):  # most of the time goes into the start: else few kills would meet an update
+                    until = time.monotonic() + 60
+                    while self._logged(folder) == before and time.monotonic() < until and not self._is_over(pid):
+                        time.sleep(0.002)
+                    time.sleep(self.draw.uniform(0, 0.3 * seconds))
+                else:
+                    time.sleep(self.draw.uniform(0, seconds))
+                if self._is_over(pid):
                     break
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
                 done += 1
-                with contextlib.suppress(OSError, ValueError):
-                    trained += (run_of(folder) / "metrics.jsonl").stat().st_size > 0
+                steps.add(self._logged(folder)[1])
             self.finish(folder, variant)
             runs += 1
-        return f"{done} kills in {runs} runs ({trained} of them after the first update), all figures equal"
+        return f"{done} kills in {runs} runs, at {len(steps)} different updates of 40, all figures equal"
+
+    def _logged(self, folder: Path) -> tuple[int, int]:
+        """How many lines a run has logged, and the update of the last one."""
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            lines = (run_of(folder) / "metrics.jsonl").read_text().splitlines()
+            return len(lines), json.loads(lines[-1])["step"]
+        return 0, 0
+
+    def _is_over(self, pid: int) -> bool:
+        """Whether the process has ended, which is then known to have ended well."""
+        try:
+            if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+                return False
+        except ChildProcessError:  # asked before
+            return True
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        return True
 
     def stops(self, trials: int) -> str:
         """SIGTERM, SIGUSR1, Ctrl-C at random moments, every third followed by SIGKILL a moment later."""
