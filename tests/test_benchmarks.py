@@ -33,3 +33,10 @@ def test_the_benchmark_of_speed_prints_its_table_and_draws(tmp_path):
     rows = [line.split(" | ")[0].removeprefix("| ") for line in done.stdout.splitlines()[2:]]
     assert len(rows) == 9 and rows[0].startswith("attention block") and rows[-1].startswith("peak memory")
     assert (tmp_path / "p.png").stat().st_size > 10_000
+
+
+@pytest.mark.slow
+def test_the_benchmark_of_saving_prints_its_table(tmp_path):
+    command = [sys.executable, "-m", "benchmarks.saving", "--million", "20", "--rounds", "1"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=True)
+    assert "| ours until on disk | " in done.stdout and "an update with all checks takes " in done.stdout

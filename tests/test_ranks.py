@@ -141,7 +141,7 @@ def test_a_batch_that_does_not_divide_is_refused_with_the_numbers():
 
 def test_a_mistake_on_several_processes_is_one_line(tmp_path):
     outcome = command("train", *TINY, "processes=2", "data.max_bytes=30", cwd=tmp_path)
-    refused(outcome, "data.train")
+    refused(outcome, "data.valid")
 
 
 def workers(pid: int) -> list[int]:

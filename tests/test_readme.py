@@ -23,7 +23,7 @@ PROGRAMS = [command for command in COMMANDS if re.match(r"python (train|evaluate
 
 def test_the_readme_has_commands_and_each_is_of_a_known_kind():
     assert len(PROGRAMS) >= 15
-    known = r"make (train|test|test-slow|lint|bench)\b|python (train|evaluate|generate)\.py|git clone |cd |pip install "
+    known = r"make (train|test|test-slow|lint|bench)\b|python (train|evaluate|generate)\.py|git clone |cd |pip install |torchrun .* train\.py"
     for command in COMMANDS:
         assert re.match(known, command), command
 
@@ -52,6 +52,7 @@ def test_readme_commands_run(command, trained_run, tmp_path):
                 *no_memory,
                 *(one for one in TINY[6:] if "max_bytes" not in one or "data=text" not in arguments),
             ]
+            small = ["batch_size=8" if "accumulate" in given and one.startswith("batch_size") else one for one in small]
             arguments += [one for one in small if one.split("=")[0] not in given]
         arguments = [f"steps={min(8, int(one[6:]))}" if one.startswith("steps=") else one for one in arguments]
     outcome = in_process(entry, *arguments)

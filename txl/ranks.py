@@ -106,12 +106,19 @@ class Ranks:
 
     @contextlib.contextmanager
     def main_first(self) -> Iterator[None]:
-        """The first process does what stands inside before the others do: what it leaves in files, they find."""
-        if not self.main:
-            dist.barrier()
-        yield
-        if self.main and self.size > 1:
-            dist.barrier()
+        """The first process does what stands inside before the others do: what it leaves in files, they find.
+
+        Where it raises, the others leave in silence.
+        """
+        failed = True
+        if not self.main and self.agree(0)[0]:
+            raise Silent
+        try:
+            yield
+            failed = False
+        finally:
+            if self.main:
+                self.agree(int(failed))
 
     def wait_until(self, done: Callable[[], bool]) -> None:
         """Waits for something that only the first process knows; however long it takes, nobody is taken for hung."""
@@ -265,7 +272,7 @@ def _worker(rank: int, work: Callable, arguments: list, folder: str, size: int, 
                 "echo": exchange or isinstance(error, Silent),
                 "time": time.time(),
             }
-            if not mistake:
+            if not mistake and (not exchange or "imed out" in words):  # one whose other end is gone has nothing to tell
                 lines = "".join(traceback.format_exception(error)).splitlines()
                 sys.stderr.write("".join(f"rank {rank}: {line}\n" for line in lines))
     note = Path(folder) / f"end-{rank:05}.json"
