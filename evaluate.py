@@ -34,7 +34,7 @@ def main(cfg) -> dict:
         asked = prepare(cfg)
         if asked["processes"] == 1:
             return work(asked, ranks.ALONE, stop)
-        stop.wait()
+        stop.go_on()
         return ranks.launch(work, [asked], processes=asked["processes"], device=asked["device"], stop=stop)
 
 

@@ -51,7 +51,7 @@ def main(cfg) -> float:
         processes = job.config["processes"]
         if processes == 1:
             return work(job, ranks.ALONE, stop)
-        stop.wait()
+        stop.go_on()
         return ranks.launch(work, [job], processes=processes, device=job.config["device"], stop=stop)
 
 
@@ -92,7 +92,7 @@ def work(job: "Job", ranks: "Ranks", stop: StopSignals) -> float:
             return report(job.path, result) if ranks.main else result["valid"]["nll"]
         parts = assemble(settings, ranks)
         environment = resuming.environment(ranks, parts.run.device, settings.compile)
-        stop.wait()
+        stop.go_on()
         if not resuming.go_on(job, parts, ranks, settings.steps, environment) and settings.init_from is not None:
             resuming.begin_from(parts, settings.init_from)
         if ranks.main:

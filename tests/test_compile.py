@@ -2,9 +2,11 @@
 
 import pytest
 import torch
-from conftest import tiny_model
+from conftest import TINY, command, tiny_model
 from test_evaluation import nll_of, split_of
 from torch._dynamo.utils import counters
+
+from txl import checkpoint
 
 pytestmark = pytest.mark.slow
 
@@ -87,3 +89,16 @@ def test_dropout_on_compiled_attention_is_that_of_both_passes():
         with torch.no_grad():
             weight.sub_(step * direction)
     torch.testing.assert_close((values[0] - values[1]) / 2e-6, slope, rtol=1e-5, atol=1e-5)
+
+
+def test_a_compiled_run_that_was_stopped_goes_on_to_the_same_figures(tmp_path):
+    """Bit for bit with deterministic=true, which leaves out additions whose order depends on timing."""
+    given = [*TINY, "compile=true", "deterministic=true", "steps=8", "save_every=100", "model.dropout=0.1"]
+    weights = []
+    for name, minutes in (("whole", ["null"]), ("cut", ["1e-9", "null"])):
+        for limit in minutes:
+            outcome = command("train", f"name={name}", *given, f"max_minutes={limit}", cwd=tmp_path)
+            assert outcome.status == (0 if limit == "null" else 75), outcome.stderr
+        (path,) = (tmp_path / "outputs" / name).iterdir()
+        weights.append(checkpoint.load(path / "last.pt")["model"])
+    assert all(torch.equal(one, weights[1][name]) for name, one in weights[0].items())

@@ -13,7 +13,7 @@ ORDER = [
     ["txl.data", "txl.optim", "txl.runtime", "txl.ranks", "txl.sharding"],
     ["txl.evaluation", "txl.generation", "txl.archive", "txl.checkpoint", "txl.saver", "txl.tracking"],
     ["txl.training"],
-    ["txl.runs", "txl.resuming"],
+    ["txl.runs", "txl.resuming", "txl.report"],
 ]
 
 

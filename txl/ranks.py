@@ -34,6 +34,7 @@ class Ranks:
 
     def __init__(self, rank: int = 0, size: int = 1, local: int = 0, n_local: int = 1):
         self.rank, self.size, self.local, self.n_local = rank, size, local, n_local
+        self._settled = size == 1
 
     @property
     def main(self) -> bool:
@@ -127,8 +128,9 @@ class Ranks:
 
     def settled(self) -> None:
         """From now on a process that others wait for is taken for hung after 25 seconds."""
-        if self.size > 1:
+        if not self._settled:
             dist.distributed_c10d._set_pg_timeout(HUNG)
+            self._settled = True
 
 
 ALONE = Ranks()

@@ -35,7 +35,7 @@ class StopSignals:
     """While active, SIGTERM, SIGUSR1 and Ctrl-C only raise a flag, which the loop reads after each update.
 
     A second Ctrl-C interrupts at once. After `leave_at_once(leave)`, when there is nothing to save, a signal calls
-    `leave(number)` on the spot, also one that came before; `wait()` ends that. Outside the main thread, where signals
+    `leave(number)` on the spot, also one that came before; `go_on()` ends that. Outside the main thread, where signals
     cannot be caught, the flag stays down.
     """
 
@@ -56,7 +56,7 @@ class StopSignals:
         if self.received is not None:
             leave(self.received)
 
-    def wait(self) -> None:
+    def go_on(self) -> None:
         self._leave = None
 
     def __enter__(self) -> "StopSignals":
