@@ -71,7 +71,9 @@ def show(rows: list[dict[str, Any]]) -> None:
         ]
         words = " ".join(f"{name}={value}" for name, value in row["settings"].items())
         table.add_row(words, str(len(row["seeds"])), *cells, f"{row['test']['bits_per_byte']:.4f}")
-    Console(highlight=False, soft_wrap=True).print(table)
+    console = Console(highlight=False)
+    console = console if console.is_terminal else Console(highlight=False, width=240)
+    console.print(table)
 
 
 def main(arguments: list[str]) -> int:
