@@ -179,7 +179,11 @@ def train(job: "Job", parts: "Parts", settings: Train, environment: dict, stop: 
 
     run, ranks, path, started = parts.run, parts.run.ranks, job.path, time.monotonic()
     tracker = tracking.begin(build(settings.tracker) if ranks.main else tracking.NoTracker())
-    metrics = tracking.Metrics(path / "metrics.jsonl", step=run.step) if ranks.main else tracking.NoMetrics()
+    metrics = (
+        tracking.Metrics(path / "metrics.jsonl", step=run.step, measured=run.measured)
+        if ranks.main
+        else tracking.NoMetrics()
+    )
     tracker.start(folder=path, name=f"{settings.name}/{path.name}", config=job.config)
     if settings.compile:
         run.model.compile_layers()
@@ -196,12 +200,12 @@ def train(job: "Job", parts: "Parts", settings: Train, environment: dict, stop: 
         tracker.log(row)
         display.show(row)
 
-    def validate() -> bool:
-        """Measures the valid figure; true if it is the best so far. A signal ends it early: it is due again on resume."""
+    def validate() -> bool | None:
+        """Measures the valid figure; true if it is the best so far. None where a signal ended it: it is due again on resume."""
         with speed.paused():
             figure = measure(parts, "valid", settings, stop, max_segments=settings.eval["max_segments"])
             if figure is None:
-                return False
+                return None
             log({f"valid/{name}": figure[name] for name in VALID})
             metrics.draw(path / "curves.png")
             return run.note_valid(figure["nll"])
@@ -220,8 +224,11 @@ def train(job: "Job", parts: "Parts", settings: Train, environment: dict, stop: 
         settle()
     try:
         with tracking.Display(steps=settings.steps, step=run.step, quiet=not ranks.main) as display:
-            if is_due(settings.eval_every, run.step, settings.steps) and run.measured < run.step and validate():
-                save(best=True)
+            if is_due(settings.eval_every, run.step, settings.steps) and run.measured < run.step:
+                best = validate()
+                if best is None:
+                    return Stopped.by(stop.received or signal.SIGTERM, saved_words(job, parts, settings))
+                save(best)
             for update in steps(run, settings, path):
                 display.advance(update.step)
                 speed.add(update.n_token)
@@ -237,7 +244,7 @@ def train(job: "Job", parts: "Parts", settings: Train, environment: dict, stop: 
                 received, late, over = ranks.agree(stop.received or 0, late, over)
                 every = settings.save_every if minutes is None else settings.steps
                 if best or late or over or received or is_due(every, update.step, settings.steps):
-                    save(best)
+                    save(bool(best))
                     saved_at = time.monotonic()
                 if received or over:
                     ranks.wait_until(lambda: not saver.busy())

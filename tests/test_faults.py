@@ -599,6 +599,43 @@ def test_a_signal_in_any_phase_loses_nothing(phase, number, monkeypatch):
     assert {**one, "seconds": 0} == {**other, "seconds": 0}
 
 
+def test_a_kill_behind_a_valid_figure_that_a_signal_had_put_off(monkeypatch):
+    """Stopped before the figure of update 3 was measured, then killed after it was: its line is there once."""
+    whole, real = finished("whole"), training.updates
+
+    def until(step, act):
+        def changed(run, **settings):
+            for update in real(run, **settings):
+                if update.step == step:
+                    act()
+                yield update
+
+        monkeypatch.setattr(training, "updates", changed)
+
+    def cut():
+        raise RuntimeError("power cut")
+
+    until(3, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    assert in_process("train", "name=cut", *TINY).status == 75
+    (path,) = Path("outputs/cut").iterdir()
+    state = (path / "last.pt").read_bytes()
+    until(4, cut)
+    with pytest.raises(RuntimeError, match="power cut"):
+        in_process("train", "name=cut", *TINY)
+    monkeypatch.setattr(training, "updates", real)
+    (path / "last.pt").write_bytes(state)  # as if the disk had not been reached before the kill
+    (path / "last.1.pt").unlink()
+    assert in_process("train", "name=cut", *TINY).status == 0
+    rows = [
+        [
+            {key: row[key] for key in row if key != "tokens_per_second"}
+            for row in tracking.read_metrics(folder / "metrics.jsonl")
+        ]
+        for folder in (whole, path)
+    ]
+    assert rows[0] == rows[1]
+
+
 def test_max_minutes_saves_and_leaves():
     outcome = in_process("train", *TINY, "max_minutes=1e-9", "save_every=100")
     assert outcome.status == 75

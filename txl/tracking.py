@@ -30,12 +30,14 @@ INIT_TIMEOUT, FINISH_TIMEOUT, PATIENCE = (
 class Metrics:
     """metrics.jsonl: one JSON object a line, on disk when `log` returns.
 
-    Opened at a step, it drops the lines after it, which a run that goes on from there will write again. Lines that a full
+    Opened at a step, it drops the lines after it, and valid figures after the step `measured`: a run that goes on from there
+    will write them again. Lines that a full
     disk refuses are kept and written with a later one; a warning says so once, and training goes on.
     """
 
-    def __init__(self, path: Path, *, step: int):
-        kept = [row for row in read_metrics(path) if row["step"] <= step]
+    def __init__(self, path: Path, *, step: int, measured: int | None = None):
+        last = {True: step if measured is None else measured, False: step}
+        kept = [row for row in read_metrics(path) if row["step"] <= last["valid/nll" in row]]
         text = "".join(json.dumps(row) + "\n" for row in kept)
         write_whole(path, lambda file: file.write(text.encode()))
         self._path, self._file = path, path.open("ab", buffering=0)
