@@ -75,7 +75,12 @@ def differences(path: Path, config: Mapping[str, Any]) -> list[str]:
         changed = changes(load_yaml(path / "config.yaml"), config)
     except (FileNotFoundError, NotADirectoryError):
         return []
-    return [f"{key}: {old}, now {new}" for key, (old, new) in changed.items()]
+    return [f"{key}: {shown(old)}, now {shown(new)}" for key, (old, new) in changed.items()]
+
+
+def shown(value: Any) -> str:
+    """A value as one writes it on the command line."""
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def refuse_another(path: Path, config: Mapping[str, Any]) -> None:
@@ -92,7 +97,7 @@ def refuse_what_cannot_change(path: Path, config: Mapping[str, Any]) -> None:
     found = []
     for key, (old, new) in changes(load_yaml(path / "config.yaml"), config).items():
         if why := why_refused(key):
-            found.append(f"{key} cannot change, {old} to {new} ({why})")
+            found.append(f"{key} cannot change, {shown(old)} to {shown(new)} ({why})")
     if found:
         raise ValueError(f"resume: {'; '.join(found)}; init_from={path} begins a new run with these weights")
 
@@ -167,8 +172,9 @@ def newest(path: Path) -> tuple[str, dict[str, Any]] | None:
         return candidate.name, content
     if broken:
         raise ValueError(
-            f"resume: none of the checkpoints in {path} can be read ({broken[0][1].removeprefix('resume: ')}); move the "
-            "folder away to begin anew"
+            f"resume: none of the checkpoints in {path} can be read "
+            f"({'; '.join(words.removeprefix('resume: ') for _, words in broken)}); move the folder away to begin anew"
+            + (f", or begin with the weights of init_from={path / 'best.pt'}" if (path / "best.pt").exists() else "")
         )
     return None
 
@@ -206,12 +212,17 @@ def go_on(job: Job, parts: Parts, ranks: Ranks, steps: int, environment: Mapping
         if archive.digest(path / chosen[0]) != chosen[1]:
             raise ValueError(f"resume: {path / chosen[0]} is another file here than for the first process")
     if content["texts"] != parts.texts():
-        raise ValueError("resume: the text of data has changed since the run began")
+        data = [line for line in job.changed if line.startswith("data.")]
+        words = f" ({'; '.join(data)})" if data else ""
+        raise ValueError(
+            f"resume: the text of data has changed since the run began{words}; init_from={path} begins a new run"
+        )
     _take_weights(parts, content, "resume")
     parts.run.load_state_dict(content["run"])
     idle = [line for line in job.changed if not line.startswith(FIGURES_ONLY)]
     if parts.run.step > steps or (parts.run.step == steps and idle):
         raise ValueError(f"steps: the run has done {parts.run.step} updates; give more than that, not {steps}")
+    ranks.say(f"resume: goes on after update {parts.run.step} of {steps}, from {path / chosen[0]}")
     for key, now in environment.items():
         before = content.get("environment", {}).get(key)
         if before != now:
