@@ -86,20 +86,22 @@ def work(job: "Job", ranks: "Ranks", stop: StopSignals) -> float:
 
     settings = Train(**arguments(job.config))
     with ExitStack() as held, memory_named(*SMALLER):
-        if ranks.main and job.path.is_dir():
+        holds = ranks.main and job.path.is_dir()
+        if holds:
             held.enter_context(locked(job.path))
         if (result := ranks.from_main(lambda: runs.result(job.path))) is not None and not job.changed:
             return report(job.path, result) if ranks.main else result["valid"]["nll"]
         parts = assemble(settings, ranks)
         environment = resuming.environment(ranks, parts.run.device, settings.compile)
         stop.go_on()
-        if not resuming.go_on(job, parts, ranks, settings.steps, environment) and settings.init_from is not None:
+        if settings.init_from is not None and not ranks.from_main(lambda: bool(resuming.saved(job.path))):
             resuming.begin_from(parts, settings.init_from)
         if ranks.main:
-            if not job.path.is_dir():
-                runs.make(job.path)
-                held.enter_context(locked(job.path))
             runs.make(job.path)
+            if not holds:  # another start may have made the folder meanwhile
+                held.enter_context(locked(job.path))
+        resuming.go_on(job, parts, ranks, settings.steps, environment)
+        if ranks.main:
             write_json(job.path / "vocab.json", parts.vocab.state())
         for line in job.changed:
             ranks.say(f"resume: {line}")

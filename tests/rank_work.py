@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from datetime import timedelta
 
 import torch
 from conftest import tiny_model
@@ -111,6 +112,19 @@ def evaluate_all(ranks, stop):
         model = tiny_model(*options, n_token=256)
         for reading in (dict(batch_size=1, tgt_len=7), dict(batch_size=3, tgt_len=16, max_segments=2)):
             figures.append(evaluate(model, split, precision="fp32", ranks=ranks, **reading))
+    if ranks.size > 1:  # one has twice as many lanes as the other, and each segment takes a while: no hang
+        torch.distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=2))
+        from txl import evaluation
+
+        real, evaluation.AT_ONCE = evaluation.scoring_segments, 60
+        evaluation.scoring_segments = lambda *given, **how: (
+            time.sleep(0.7 * (ranks.rank == 0)) or one for one in real(*given, **how)
+        )
+        reading = dict(batch_size=3, tgt_len=7)
+        figures.append(evaluate(model, split, precision="fp32", ranks=ranks, **reading))
+        evaluation.scoring_segments = real
+    else:
+        figures.append(evaluate(model, split, precision="fp32", ranks=ranks, batch_size=3, tgt_len=7))
     left = evaluate(
         model, split, precision="fp32", ranks=ranks, interrupted=lambda: ranks.rank == ranks.size - 1, **reading
     )
@@ -137,7 +151,7 @@ def go_wrong(kind, ranks, stop):
 def wait_for_the_first(ranks, stop):
     """Longer than a hung process would be waited for."""
     ranks.settled()
-    torch.distributed.distributed_c10d._set_pg_timeout(__import__("datetime").timedelta(seconds=1))
+    torch.distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=1))
     until = time.monotonic() + 3
     ranks.wait_until(lambda: time.monotonic() > until)
     return ranks.agree(ranks.rank)[0]

@@ -69,7 +69,7 @@ def test_evaluation_on_two_processes_gives_the_one_process_figure():
     Path("t.txt").write_bytes(b"to be or not to be, that is the question " * 11)
     figures, left = launch(rank_work.evaluate_all)
     expected, _ = rank_work.evaluate_all(ranks.ALONE, StopSignals())
-    assert left is None and len(figures) == 6
+    assert left is None and len(figures) == 7
     for ours, one in zip(figures, expected, strict=True):
         assert ours.pop("nll") == pytest.approx(one.pop("nll"), rel=1e-13)
         for name in ("ppl", "bits_per_token", "bits_per_byte"):
@@ -198,6 +198,19 @@ def test_a_signal_to_the_parent_of_several(number, tmp_path):
     errors = (tmp_path / "stderr.txt").read_text()
     step = state_of(path)["step"]
     assert f"stopped after update {step} of 100000, everything saved" in errors and "Traceback" not in errors
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seconds", [1.5, 2.5, 3.5, 4.5])
+def test_ctrl_c_while_several_are_starting(seconds, tmp_path):
+    """At a terminal it reaches all of them, wherever they are; one line, nothing left."""
+    program = [sys.executable, str(ROOT / "train.py"), *TINY, "steps=100000", "processes=2"]
+    process = subprocess.Popen(program, cwd=tmp_path, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    time.sleep(seconds)
+    os.killpg(process.pid, signal.SIGINT)
+    errors = process.communicate(timeout=60)[1]
+    assert process.returncode == 130 and "Traceback" not in errors
+    assert errors.splitlines()[-1].startswith("stopped ")
 
 
 @pytest.mark.slow

@@ -137,6 +137,20 @@ def test_a_saved_state_goes_on_bit_for_bit(optimizer, dropout, tmp_path):
     assert second.tokens == whole.tokens
 
 
+def test_a_scaler_goes_on_where_it_was_and_begins_where_there_was_none():
+    """The scale and its growth are saved; fp16 may also be asked for only when a run goes on."""
+    run = make_run(tiny_model().float(), small_lanes(), "sgd")
+    run.scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=3)
+    list(updates(run, steps=4, lr=0.01, schedule=constant, precision="fp16"))
+    again, plain = (make_run(tiny_model().float(), small_lanes(), "sgd") for _ in range(2))
+    again.scaler = torch.amp.GradScaler("cpu", init_scale=2.0, growth_interval=3)
+    again.load_state_dict(run.state_dict())
+    assert again.scaler.state_dict() == run.scaler.state_dict() and again.scaler.get_scale() == 128.0
+    list(updates(plain, steps=2, lr=0.01, schedule=constant))
+    again.load_state_dict(plain.state_dict())
+    assert again.step == 2
+
+
 def test_settings_asked_for_outlive_a_saved_optimizer():
     """torch's load_state_dict brings the old weight decay back without a word."""
     run = make_run(tiny_model(), small_lanes())

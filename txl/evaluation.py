@@ -155,11 +155,22 @@ def evaluate(
     read = plan(model, len(split.tokens) - 1, max_segments=max_segments, share=ranks.size, **reading)
     read = replace(read, lanes=read.lanes[ranks.rank :: ranks.size])
     stair, total, n_token = stair_of(model, tgt_len), 0.0, 0
+    gone = False
+
+    def left(busy: bool = True) -> bool:
+        """Whether it is interrupted in any process; those that are through go on asking, so that nobody is taken for hung."""
+        nonlocal gone
+        while not gone:
+            working, gone = ranks.agree(busy, interrupted())
+            if busy or not working:
+                break
+        return bool(gone)
+
     if read.lanes:
-        total, n_token = total_nll(model, split, read, stair=stair, precision=precision, interrupted=interrupted)
-    total, n_token, gone = ranks.total(total, n_token, interrupted())
-    if gone:
+        total, n_token = total_nll(model, split, read, stair=stair, precision=precision, interrupted=left)
+    if left(busy=False):
         return None
+    total, n_token = ranks.total(total, n_token)
     n_token = int(n_token)
     n_word = split.count_words(1, 1 + n_token) if isinstance(split.vocab, BPE) else None
     return {

@@ -12,6 +12,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from txl.signals import Stopped, StopSignals, leave
+from txl.signals import CAUGHT, Stopped, StopSignals, leave
 
 PREPARING = timedelta(
     hours=2
@@ -186,16 +187,19 @@ def launch(
             context.Process(target=_worker, args=(rank, *make), name=f"rank {rank}") for rank in range(processes)
         ]
         try:
+            resource_tracker.ensure_running()  # which would let signals through to the first that starts
+            signal.pthread_sigmask(signal.SIG_BLOCK, CAUGHT)  # they wait for the process that starts, until it listens
             for worker in workers:
                 worker.start()
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, CAUGHT)
             _watch(workers, stop)
         finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, CAUGHT)
             ended_here = _end(workers)
         ends = [json.loads(file.read_text()) for file in sorted(Path(folder).glob("end-*.json"))]
     failed = [end for end in ends if "error" in end]
-    killed = [worker for worker in workers if worker.exitcode not in (0, 1) and worker not in ended_here]
-    if killed and stop.received is not None and {worker.exitcode for worker in killed} == {-stop.received}:
-        raise Stopped.by(stop.received, "stopped with nothing to save")
+    told = {end["rank"] for end in ends}
+    killed = [worker for rank, worker in enumerate(workers) if rank not in told and worker not in ended_here]
     if killed or failed:
         raise ValueError(_blame(failed, killed))
     if "stopped" in ends[0]:
@@ -260,6 +264,7 @@ def _worker(rank: int, work: Callable, arguments: list, folder: str, size: int, 
             sys.stdout = open(os.devnull, "w")  # noqa: SIM115
         try:
             stop.leave_at_once(leave)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, CAUGHT)
             with joined(device, rank=rank, size=size, init_method=f"file://{folder}/meeting") as ranks:
                 end["value"] = work(*arguments, ranks, stop)
         except Stopped as stopped:

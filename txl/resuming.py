@@ -185,8 +185,8 @@ def begin_from(parts: Parts, init_from: str) -> None:
     _take_weights(parts, content, "init_from")
 
 
-def go_on(job: Job, parts: Parts, ranks: Ranks, steps: int, environment: Mapping[str, Any]) -> bool:
-    """Sets a run to where its folder left it; true if there was something. Clears away what a killed process left half-written.
+def go_on(job: Job, parts: Parts, ranks: Ranks, steps: int, environment: Mapping[str, Any]) -> None:
+    """Sets a run to where its folder left it, if it left something. Clears away what a killed process left half-written.
 
     All processes go on from the file that the first one chose. Raises ValueError where the vocabulary or the text is another
     than the checkpoint's, where no update is left for what was changed to have an effect, and where `resume=` names a folder
@@ -206,7 +206,7 @@ def go_on(job: Job, parts: Parts, ranks: Ranks, steps: int, environment: Mapping
 
     chosen = ranks.from_main(choose)
     if chosen is None:
-        return False
+        return
     if content is None:
         content = checkpoint.load(path / chosen[0], key="resume")
         if archive.digest(path / chosen[0]) != chosen[1]:
@@ -229,7 +229,6 @@ def go_on(job: Job, parts: Parts, ranks: Ranks, steps: int, environment: Mapping
             ranks.say(f"resume: {key}: {before}, now {now}: the figures go on to rounding, not bit for bit")
     if ranks.main:
         _clear_up(path, parts.run.step)
-    return True
 
 
 def _clear_up(path: Path, step: int) -> None:

@@ -75,6 +75,8 @@ class Train:
         counted = ("log_every", "eval_every", "save_every", "keep_last", "profile", "accumulate", "processes")
         _at_least(self, 1, "steps", "tgt_len", "batch_size", *counted)
         _at_least(self, 0, "seed", "max_bad_updates")
+        if self.keep_last > 1000:
+            raise ValueError(f"keep_last: must be at most 1000, got {self.keep_last}")
         if self.max_minutes is not None and not 0 < self.max_minutes < float("inf"):
             raise ValueError(f"max_minutes: must be above 0, or null for no limit; got {self.max_minutes}")
         if isinstance(self.save_every, str) and not self.save_minutes:

@@ -142,7 +142,8 @@ class Run:
         try:
             self.lanes.load_state_dict(state["lanes"])
             self.optimizer.load_state_dict(optimizer)
-            self.scaler.load_state_dict(state["scaler"] if self.scaler.is_enabled() and state["scaler"] else {})
+            if self.scaler.is_enabled() and state["scaler"]:  # else the run begins to scale only now
+                self.scaler.load_state_dict(state["scaler"])
         except (KeyError, TypeError, RuntimeError) as error:
             raise ValueError(f"resume: the checkpoint's state of the run cannot be read ({error})") from error
         for group, setting in zip(self.optimizer.param_groups, settings, strict=True):
