@@ -36,7 +36,7 @@ def main(cfg) -> float:
     """
     with StopSignals() as stop:
         stop.leave_at_once(leave)
-        from txl import ranks, runs
+        from txl import ranks
 
         if ranks.started_by_torchrun():
             if hydra_config.in_sweep():
@@ -45,14 +45,10 @@ def main(cfg) -> float:
                 job = mine.from_main(lambda: prepare(cfg))
                 return work(job, mine, stop)
         job = prepare(cfg)
-        if (result := runs.result(job.path)) is not None and not job.changed:
-            runs.warn_of_another_text(job.config, result)
-            return report(job.path, result)
-        processes = job.config["processes"]
-        if processes == 1:
+        if job.config["processes"] == 1 or job.finished() is not None:
             return work(job, ranks.ALONE, stop)
         stop.go_on()
-        return ranks.launch(work, [job], processes=processes, device=job.config["device"], stop=stop)
+        return ranks.launch(work, [job], processes=job.config["processes"], device=job.config["device"], stop=stop)
 
 
 def prepare(cfg) -> "Job":
@@ -84,13 +80,16 @@ def work(job: "Job", ranks: "Ranks", stop: StopSignals) -> float:
     from txl import resuming, runs
     from txl.runtime import locked, memory_named, requeue, write_json
 
+    if (result := ranks.from_main(job.finished)) is not None:
+        if ranks.main:
+            runs.warn_of_another_text(job.config, result)
+            report(job.path, result)
+        return result["valid"]["nll"]
     settings = Train(**arguments(job.config))
     with ExitStack() as held, memory_named(*SMALLER):
         holds = ranks.main and job.path.is_dir()
         if holds:
             held.enter_context(locked(job.path))
-        if (result := ranks.from_main(lambda: runs.result(job.path))) is not None and not job.changed:
-            return report(job.path, result) if ranks.main else result["valid"]["nll"]
         parts = assemble(settings, ranks)
         environment = resuming.environment(ranks, parts.run.device, settings.compile)
         stop.go_on()
@@ -114,7 +113,9 @@ def work(job: "Job", ranks: "Ranks", stop: StopSignals) -> float:
             raise Stopped.by(received, saved_words(job, parts, settings))
 
         result = finish(job.path, parts, settings, stop, leave_saved)
-        return report(job.path, result) if ranks.main else result["valid"]["nll"]
+        if ranks.main:
+            report(job.path, result)
+        return result["valid"]["nll"]
 
 
 def saved_words(job: "Job", parts: "Parts", settings: Train) -> str:
@@ -189,6 +190,8 @@ def train(job: "Job", parts: "Parts", settings: Train, environment: dict, stop: 
     tracker.start(folder=path, name=f"{settings.name}/{path.name}", config=job.config)
     if settings.compile:
         run.model.compile_layers()
+    else:
+        ranks.settled()  # what is compiled may take some processes longer than others, until the first update is done
 
     def settle() -> None:
         resuming.settle(path, job.config, job.overrides)
@@ -385,15 +388,14 @@ def write_sample(path: Path, parts: "Parts", settings: Train, model) -> None:
     write_whole(path / "sample.txt", lambda file: file.write(text))
 
 
-def report(path: Path, result: dict) -> float:
-    """Prints a finished run: its figures, its folder, its sample; returns the best valid nll."""
+def report(path: Path, result: dict) -> None:
+    """Prints a finished run: its figures, its folder, its sample."""
     from txl import tracking
 
     tracking.figures_table({name: result[name] for name in ("valid", "test")})
     print(f"run: {path}   (update {result['step']}, {result['parameters']:,} parameters, {result['seconds']:.0f} s)")
     if (path / "sample.txt").exists():
         print("sample, going on after the end of the test text:\n" + (path / "sample.txt").read_text(errors="replace"))
-    return result["valid"]["nll"]
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ ORDER = [
     ["txl.model"],
     ["txl.data", "txl.optim", "txl.runtime", "txl.ranks", "txl.sharding"],
     ["txl.evaluation", "txl.generation", "txl.archive", "txl.checkpoint", "txl.saver", "txl.tracking"],
+    ["txl.fitting"],
     ["txl.training"],
     ["txl.runs", "txl.resuming", "txl.report"],
 ]

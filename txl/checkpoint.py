@@ -90,11 +90,6 @@ def twin(model: nn.Module, config: Mapping[str, Any]) -> nn.Module:
     return other.eval()
 
 
-def whole_weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The parameters by name, in a plain dict; where they are shared out, every process is to ask."""
-    return {name: whole(tensor).detach() for name, tensor in model.state_dict().items()}
-
-
 def save(path: Path, content: Mapping[str, Any]) -> None:
     """Writes a checkpoint, whole or not at all. Raises OSError, with the free space, if it cannot."""
     archive.write(path, {"format": FORMAT, **content})

@@ -155,9 +155,7 @@ def launch(main: Callable[[], Any], *, literals: bool = False, stoppable: bool =
         sys.exit(stop.status)
     except KeyboardInterrupt:
         if any(thread.name == THREAD for thread in threading.enumerate()):
-            os._exit(
-                INTERRUPTED
-            )  # at once: a checkpoint that is being written is not waited for, the one before is whole
+            os._exit(INTERRUPTED)  # a checkpoint that is being written is not waited for: the one before is whole
         sys.exit(INTERRUPTED)
     except BrokenPipeError:  # the reader of our standard output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -23,10 +23,9 @@ from torch import Tensor
 
 from txl.signals import CAUGHT, Stopped, StopSignals, leave
 
-PREPARING = timedelta(
-    hours=2
-)  # that one process may wait for another until the first update is done: data, compilation
-HUNG = timedelta(seconds=25)  # and after it
+PREPARING = timedelta(hours=2)  # that processes may wait for another while data are prepared and layers compiled
+HUNG = timedelta(seconds=25)  # and after that
+LOOPBACK = "lo" if sys.platform == "linux" else "lo0"  # the way between processes of one machine
 KILLED = 3.0  # seconds that the processes left have when one is gone
 
 
@@ -200,10 +199,11 @@ def launch(
     failed = [end for end in ends if "error" in end]
     told = {end["rank"] for end in ends}
     killed = [worker for rank, worker in enumerate(workers) if rank not in told and worker not in ended_here]
-    if killed or failed:
+    stopped = [end["stopped"] for end in ends if "stopped" in end]
+    if killed or any(not (end["echo"] and stopped) for end in failed):  # one that leaves first cuts the others off
         raise ValueError(_blame(failed, killed))
-    if "stopped" in ends[0]:
-        raise Stopped(*ends[0]["stopped"])
+    if stopped:
+        raise Stopped(*stopped[0])
     return ends[0]["value"]
 
 
@@ -255,9 +255,7 @@ def _worker(rank: int, work: Callable, arguments: list, folder: str, size: int, 
     end: dict[str, Any] = {"rank": rank}
     with StopSignals() as stop:
         os.setsid()  # Ctrl-C reaches the parent alone, which passes it on
-        os.environ.setdefault(
-            "GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0"
-        )  # all are on this machine
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
         threading.Thread(target=_end_with_parent, daemon=True).start()
         torch.set_num_threads(threads)
         if rank:

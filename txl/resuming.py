@@ -15,8 +15,9 @@ from txl import archive, checkpoint
 from txl.config import load_yaml, to_yaml
 from txl.data.vocab import fingerprint
 from txl.ranks import Ranks
-from txl.runs import FILES, FREE, Parts, full_key, key_of
+from txl.runs import FILES, FREE, Parts, full_key, key_of, result
 from txl.runtime import write_json, write_whole
+from txl.sharding import for_saving
 
 SIZES = "the weights would not fit"
 REFUSED = {
@@ -47,6 +48,10 @@ class Job:
     overrides: list[str]
     changed: list[str]
     resumed: bool  # asked for by resume=
+
+    def finished(self) -> dict[str, Any] | None:
+        """The result of a run that is through and is asked for nothing else."""
+        return None if self.changed else result(self.path)
 
 
 def flat(config: Any, path: str = "") -> dict[str, Any]:
@@ -271,7 +276,7 @@ def content_of(parts: Parts, config: Mapping[str, Any], environment: Mapping[str
         "texts": parts.texts(),
         "step": parts.run.step,
         "tokens": parts.run.tokens,
-        "model": checkpoint.whole_weights(parts.run.model),
+        "model": {name: for_saving(one, parts.run.ranks) for name, one in parts.run.model.state_dict().items()},
         "environment": dict(environment),
         "run": parts.run.state_dict(),
     }

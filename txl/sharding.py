@@ -68,6 +68,17 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def for_saving(tensor: Tensor, ranks: Ranks) -> Tensor:
+    """A tensor as the first process writes it: one that is shared out is put together on its host, one at a time.
+
+    Every process is to ask; the others, which write nothing, keep nothing.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor.detach()
+    together = tensor.full_tensor()
+    return together.cpu() if ranks.main else together.new_empty(0)
+
+
 def own_part(tensor: Tensor) -> Tensor:
     """What this process holds of a tensor, to be changed in place."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

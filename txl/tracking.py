@@ -36,8 +36,8 @@ class Metrics:
     """
 
     def __init__(self, path: Path, *, step: int, measured: int | None = None):
-        last = {True: step if measured is None else measured, False: step}
-        kept = [row for row in read_metrics(path) if row["step"] <= last["valid/nll" in row]]
+        measured = step if measured is None else measured
+        kept = [row for row in read_metrics(path) if row["step"] <= (measured if "valid/nll" in row else step)]
         text = "".join(json.dumps(row) + "\n" for row in kept)
         write_whole(path, lambda file: file.write(text.encode()))
         self._path, self._file = path, path.open("ab", buffering=0)

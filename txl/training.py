@@ -9,10 +9,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from txl import fitting
 from txl.data.streams import Lanes, Prefetched, Segment
 from txl.ranks import ALONE, Ranks
 from txl.runtime import autocast, to_device
-from txl.sharding import average_the_rest, exchanging, gradient_norm, own_part, share_of, whole
+from txl.sharding import average_the_rest, exchanging, gradient_norm, own_part
 
 OVERFLOWS = 64  # of fp16 in a row: no scale is left to try
 
@@ -102,26 +103,13 @@ class Run:
         rng = {"cpu": torch.get_rng_state(), "device": torch.cuda.get_rng_state(self.device) if on_cuda else None}
         return {
             **{name: getattr(self, name) for name in self.PLAIN},
-            "optimizer": self._optimizer_state(),
+            "optimizer": fitting.optimizer_state(self.model, self.optimizer, self.ranks),
             "optimizer_kind": type(self.optimizer).__name__,
             "lanes": self.lanes.state_dict(),
             "scaler": self.scaler.state_dict(),
             "mems": None if self.mems is None else [self.ranks.whole_batch(memory) for memory in self.mems],
             "rng": self.ranks.gather(rng),
         }
-
-    def _optimizer_state(self) -> dict[str, Any]:
-        """As torch's, but by the names of the parameters in place of their numbers."""
-        names = {parameter: name for name, parameter in self.model.named_parameters()}
-        groups = [
-            {**group, "params": [names[parameter] for parameter in group["params"]]}
-            for group in self.optimizer.param_groups
-        ]
-        state = {
-            names[parameter]: {key: whole(value) if isinstance(value, Tensor) else value for key, value in kept.items()}
-            for parameter, kept in self.optimizer.state.items()
-        }
-        return {"param_groups": groups, "state": state}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Sets all but the model's parameters; the random generators last.
@@ -136,8 +124,9 @@ class Run:
                 raise ValueError(f"resume: the checkpoint's {name} is no {wanted.__name__}")
         if not all(type(nll) is float for nll in state["valid_nll"]):
             raise ValueError("resume: the checkpoint's valid_nll are no numbers")
-        optimizer, mems = self._fitting_optimizer(state.get("optimizer")), self._fitting_mems(state.get("mems"))
-        rng = self._fitting_rng(state.get("rng"))
+        optimizer = fitting.optimizer(self.model, self.optimizer, state.get("optimizer"))
+        mems = fitting.mems(self.model, self.lanes, state.get("mems"), self.ranks.share(self.lanes.batch_size))
+        rng = fitting.rng(state.get("rng"), self.ranks.rank)
         settings = [{key: group[key] for key in group if key != "params"} for group in self.optimizer.param_groups]
         try:
             self.lanes.load_state_dict(state["lanes"])
@@ -152,82 +141,11 @@ class Run:
             )  # torch brings back the old weight decay and the like in silence; what is asked for holds
         for name in self.PLAIN:
             setattr(self, name, state[name])
-        self.mems = mems
+        self.mems = None if mems is None else [memory.to(self.device) for memory in mems]
         if rng is not None:
             torch.set_rng_state(rng["cpu"])
             if self.device.type == "cuda" and rng["device"] is not None:
                 torch.cuda.set_rng_state(rng["device"], self.device)
-
-    def _fitting_optimizer(self, saved: Any) -> dict[str, Any]:
-        """The saved state by torch's numbers. Raises ValueError unless its names and shapes are those of the model."""
-        fault = "resume: optimizer: its saved state is of another optimizer or model"
-        parameters, own = dict(self.model.named_parameters()), self.optimizer.state_dict()["param_groups"]
-        names = {parameter: name for name, parameter in parameters.items()}
-        ours = [[names[parameter] for parameter in group["params"]] for group in self.optimizer.param_groups]
-        if not (
-            isinstance(saved, Mapping)
-            and [group.get("params") for group in saved.get("param_groups", [])] == ours
-            and isinstance(saved.get("state"), Mapping)
-            and saved["state"].keys() <= parameters.keys()
-        ):
-            raise ValueError(fault)
-        state = {}
-        number = {
-            name: index
-            for group, mine in zip(own, ours, strict=True)
-            for index, name in zip(group["params"], mine, strict=True)
-        }
-        for name, kept in saved["state"].items():
-            for key, value in kept.items():
-                if isinstance(value, Tensor) and not _broadcastable(value, parameters[name]):
-                    raise ValueError(f"{fault}: {key} of {name} is {tuple(value.shape)}, {value.dtype}")
-            state[number[name]] = {
-                key: share_of(value, parameters[name]) if isinstance(value, Tensor) else value
-                for key, value in kept.items()
-            }
-        groups = [{**group, "params": mine["params"]} for group, mine in zip(saved["param_groups"], own, strict=True)]
-        return {"state": state, "param_groups": groups}
-
-    def _fitting_mems(self, saved: Any) -> list[Tensor] | None:
-        """The memory of this process's lanes; none where it would not be understood. Raises ValueError for another shape."""
-        if saved is None:
-            return None
-        n_lane, layers = self.lanes.batch_size, self.model.layers
-        width = layers[0].attention_norm.weight.shape[0]
-        if not isinstance(saved, list) or len(saved) not in (0, len(layers)):
-            raise ValueError("resume: the checkpoint's memory is not that of the model's layers")
-        for memory in saved:
-            fits = isinstance(memory, Tensor) and memory.ndim == 3 and memory.layout == torch.strided
-            if not fits or not memory.is_floating_point() or (memory.shape[0], memory.shape[2]) != (n_lane, width):
-                raise ValueError(f"resume: the checkpoint's memory is not that of {n_lane} lanes, {width} wide")
-        mine = self.ranks.share(n_lane)
-        mems = [memory[mine].clone().to(self.device) for memory in saved]
-        if self.lanes.borders is None and any(memory.isnan().any() for memory in mems):
-            return None  # documents had borders when it was saved, and have none now: nothing would hide the ended ones
-        return mems
-
-    def _fitting_rng(self, saved: Any) -> dict[str, Any] | None:
-        """What this process's generators were; None for a process that the run did not have before."""
-        size = torch.get_rng_state().shape
-        good = isinstance(saved, list) and all(
-            isinstance(one, Mapping)
-            and isinstance(one.get("cpu"), Tensor)
-            and (one["cpu"].dtype, one["cpu"].shape) == (torch.uint8, size)
-            and (one.get("device") is None or one["device"].dtype == torch.uint8)
-            for one in saved
-        )
-        if not good:
-            raise ValueError("resume: the checkpoint's random generators are none of torch's")
-        return saved[self.ranks.rank] if self.ranks.rank < len(saved) else None
-
-
-def _broadcastable(value: Tensor, parameter: Tensor) -> bool:
-    """A dense number, or as many as the parameter has, or fewer of them that stand for rows or columns."""
-    if value.layout != torch.strided or value.is_meta:
-        return False
-    shape = (1,) * (parameter.ndim - value.ndim) + tuple(value.shape)
-    alike = len(shape) == parameter.ndim and all(map(lambda given, own: given in (1, own), shape, parameter.shape))
-    return alike or value.numel() == 1
 
 
 @dataclass(frozen=True)
