@@ -7,14 +7,14 @@ python train.py --help                           all of them
 
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from txl import config as hydra_config
 from txl.config import build
-from txl.settings import TRAINED, Train
+from txl.settings import Train
 from txl.signals import STOPPED, Stopped, StopSignals, leave
 from txl.signature import arguments
 
@@ -25,7 +25,6 @@ if TYPE_CHECKING:  # importing torch here would cost `--help` and tab completion
 
 VALID = ("nll", "ppl", "bits_per_token", "bits_per_byte")  # what is logged of a valid figure
 SMALLER = ("batch_size", "batch_size / accumulate", "tgt_len", "model.memory.mem_len")  # where memory runs out
-SAMPLE_CONTEXT = 512  # tokens that are read before the sample is written, as in the paper (appendix E)
 
 
 @hydra_config.entry_point("train")
@@ -78,6 +77,7 @@ def work(job: "Job", ranks: "Ranks", stop: StopSignals) -> float:
     Raises Stopped, with everything saved, once a signal was received or the time is up.
     """
     from txl import resuming, runs
+    from txl.figures import finish
     from txl.runtime import locked, memory_named, requeue, write_json
 
     if (result := ranks.from_main(job.finished)) is not None:
@@ -178,6 +178,7 @@ def train(job: "Job", parts: "Parts", settings: Train, environment: dict, stop: 
     processes do all of this together; the first one writes.
     """
     from txl import resuming, tracking
+    from txl.figures import measure
     from txl.saver import Saver
 
     run, ranks, path, started = parts.run, parts.run.ranks, job.path, time.monotonic()
@@ -299,93 +300,6 @@ def steps(run, settings: Train, path: Path) -> Iterator:
     for update in left:
         yield update
         run.ranks.settled()
-
-
-def measure(
-    parts: "Parts", split: str, settings: Train, stop: StopSignals, *, max_segments: int | None = None
-) -> dict | None:
-    """The figure of a split with the settings under `eval.`; None where a signal ended it early."""
-    from txl.evaluation import evaluate
-
-    reading = settings.eval
-    has_memory = parts.run.model.memory.mem_len is not None  # a preset gives none to a model without
-    model = reading_model(parts, reading["mem_len"] if has_memory else TRAINED)
-    tgt_len = settings.tgt_len if reading["tgt_len"] == TRAINED else reading["tgt_len"]
-    return evaluate(
-        model,
-        parts.splits[split],
-        tgt_len=tgt_len,
-        batch_size=reading["batch_size"],
-        precision=settings.precision,
-        max_segments=max_segments,
-        ranks=parts.run.ranks,
-        interrupted=lambda: stop.received is not None,
-    )
-
-
-def finish(path: Path, parts: "Parts", settings: Train, stop: StopSignals, leave: Callable[[int], None]) -> dict:
-    """The figures of the best checkpoint, and how it goes on after the end of the test text; a signal calls `leave`."""
-    from txl import checkpoint
-    from txl.data.vocab import fingerprint
-    from txl.runtime import write_json
-
-    run = parts.run
-    best = checkpoint.load(path / "best.pt", key="name")
-    checkpoint.load_weights(run.model, best["model"], key="name")
-    figures = {}
-    for split in ("valid", "test"):
-        figures[split] = measure(parts, split, settings, stop)
-        if figures[split] is None:
-            leave(stop.received or signal.SIGTERM)  # another process's
-    result = {
-        **figures,
-        "step": best["step"],
-        "tokens_seen": best["tokens"],
-        "seconds": round(run.seconds, 3),
-        "parameters": sum(parameter.numel() for parameter in run.model.parameters()),
-        "corpus": parts.corpus.fingerprint(),
-        "vocabulary": fingerprint(parts.vocab),
-    }
-    model = reading_model(parts, TRAINED)
-    if run.ranks.main:
-        stop.leave_at_once(leave)  # nobody waits for this
-        write_sample(path, parts, settings, model)
-        write_json(path / "result.json", result)
-    return result
-
-
-def reading_model(parts: "Parts", mem_len: int | str | None):
-    """The model, or one with another memory on the same weights; whole, where training holds shares of it."""
-    from txl import checkpoint
-    from txl.sharding import is_sharded
-
-    model = parts.run.model
-    if mem_len == TRAINED and not is_sharded(model):
-        return model
-    reading = {"mem_len": mem_len, "clamp_len": TRAINED, "same_length": TRAINED}
-    return checkpoint.twin(model, checkpoint.model_config(parts.model_config, **reading))
-
-
-def write_sample(path: Path, parts: "Parts", settings: Train, model) -> None:
-    """How the model goes on after the end of the test text."""
-    import torch
-
-    from txl import generation
-    from txl.runtime import write_whole
-
-    sampling = build(settings.sample)
-    reader = generation.Reader(
-        model,
-        context=settings.tgt_len,
-        n_token=parts.vocab.n_token,
-        precision=settings.precision,
-        documents=generation.borders_for(parts.corpus.encoder(parts.vocab), parts.corpus.reset_at_document),
-    )
-    start = torch.from_numpy(parts.splits["test"].tokens[-SAMPLE_CONTEXT:].astype("int64"))
-    texts = reader.begin([start])
-    made = generation.generate(texts, sampling, [generation.sample_seed(settings.seed, 0)])
-    text = parts.vocab.decode([token for (token,) in made])
-    write_whole(path / "sample.txt", lambda file: file.write(text))
 
 
 def report(path: Path, result: dict) -> None:

@@ -139,6 +139,18 @@ def published_folder(kind: str, folder: Path) -> Path:
     return folder
 
 
+def finished(name: str = "run", *overrides: str) -> Path:
+    """The folder of a tiny run that is through."""
+    outcome = in_process("train", f"name={name}", *TINY, *overrides)
+    assert outcome.status == 0, outcome.stderr
+    return next(Path("outputs", name).iterdir())
+
+
+def state_of(path: Path) -> dict:
+    """What the last checkpoint of a run holds, as torch alone reads it."""
+    return torch.load(path / "last.pt", weights_only=True)
+
+
 def run_files(path):
     """What a run's folder holds."""
     return {file.name: file.read_bytes() for file in path.iterdir() if file.name != ".lock"}

@@ -13,6 +13,7 @@ import os
 import random
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -167,7 +168,7 @@ class Soak:
             assert found[key] == expected[key], f"{variant}: {key} differs in {folder}\n{log}"
         left = [file.name for file in run_of(folder).iterdir() if file.name.startswith(".") and file.name != ".lock"]
         assert not left and not (run_of(folder) / "last.next.pt").exists(), left
-        shutil.rmtree(folder)
+        shutil.rmtree(folder, ignore_errors=True)  # a part of it may be mounted
 
     # The parts: each does so many trials, and returns what it did in words
 
@@ -378,6 +379,61 @@ class Soak:
         writer.wait()
         os.pwrite(file, str(passed).encode(), 0)
 
+    def disk(self, trials: int) -> str:
+        """A file system of a few megabytes, filled up at a random moment and freed later: what was saved stays (needs root)."""
+        full = 0
+        for trial in range(trials):
+            variant, folder = self.draw.choice(list(VARIANTS)), self.new()
+            (folder / "outputs").mkdir()
+            mounted = ["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", str(folder / "outputs")]
+            if subprocess.run(mounted, capture_output=True).returncode:
+                return f"left out after {trial}: no file system can be mounted here"
+            try:
+                seconds = self.expected(variant)[1]
+                pid = start(folder, [*BASE, *VARIANTS[variant]])
+                time.sleep(self.draw.uniform(0.2, 0.9 * seconds))
+                with contextlib.suppress(OSError), open(folder / "outputs" / "ballast", "wb") as ballast:
+                    while True:
+                        ballast.write(bytes(1 << self.draw.randrange(8, 16)))
+                status = ended(pid)
+                log = (folder / "log.txt").read_text()
+                assert status in (0, 1) and "Traceback" not in log, log
+                assert status == 0 or any(key in log for key in ("name: ", "No space left")), log
+                full += status
+                (folder / "outputs" / "ballast").unlink()
+                self.finish(folder, variant)
+            finally:
+                subprocess.run(["umount", str(folder / "outputs")], check=True)
+        return f"{trials} disks that filled up, {full} of them stopped the run, all figures equal afterwards"
+
+    def calls(self, trials: int) -> str:
+        """SIGKILL, or an error, at the k-th rename, sync, unlink or write of a real process, by strace where there is one."""
+        if shutil.which("strace") is None:
+            return "left out: there is no strace"
+        kinds = ("signal=SIGKILL", "error=EIO", "error=ENOSPC")
+        cases = [
+            (call, when, kind) for kind in kinds for call in ("rename", "fsync", "unlink") for when in (1, 2, 4, 7, 11)
+        ]
+        for call, when, kind in self.draw.sample(cases, min(trials, len(cases))):
+            variant, folder = self.draw.choice(list(VARIANTS)), self.new()
+            command = [sys.executable, str(ROOT / "train.py"), *BASE, *VARIANTS[variant]]
+            traced = [
+                "strace",
+                "-f",
+                "-qq",
+                "-o",
+                os.devnull,
+                "-e",
+                f"trace={call}",
+                "-e",
+                f"inject={call}:{kind}:when={when}",
+            ]
+            environment = {**os.environ, "XDG_CACHE_HOME": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
+            done = subprocess.run([*traced, *command], cwd=folder, env=environment, capture_output=True, text=True)
+            assert "Traceback" not in done.stderr, (call, when, kind, done.stderr)
+            self.finish(folder, variant)
+        return f"{min(trials, len(cases))} system calls failed or killed the process, all figures equal afterwards"
+
     def damage(self, trials: int) -> str:
         """A file cut at any length, with bits flipped, or with something behind it: seen, every time."""
         path = self.folder / "one.pt"
@@ -487,6 +543,8 @@ PARTS = {  # how many trials beside 100 kills
     "steps": 1.0,
     "chain": 0.1,
     "points": 10.0,
+    "disk": 0.1,
+    "calls": 0.15,
     "damage": 5.0,
     "retention": 5.0,
     "repeats": 0.1,

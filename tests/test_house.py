@@ -14,7 +14,7 @@ ORDER = [
     ["txl.evaluation", "txl.generation", "txl.archive", "txl.checkpoint", "txl.saver", "txl.tracking"],
     ["txl.fitting"],
     ["txl.training"],
-    ["txl.runs", "txl.resuming", "txl.report"],
+    ["txl.runs", "txl.resuming", "txl.report", "txl.figures"],
 ]
 
 

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -11,8 +12,7 @@ from pathlib import Path
 import pytest
 import rank_work
 import torch
-from conftest import ROOT, TINY, command, in_process, refused, run_files
-from test_faults import state_of
+from conftest import ROOT, TINY, command, in_process, refused, run_files, state_of
 
 from txl import ranks, tracking
 from txl.signals import StopSignals
@@ -253,6 +253,32 @@ def test_torchrun_starts_the_processes_and_passes_signals_on(tmp_path):
 
 
 @pytest.mark.slow
+def test_two_nodes_that_see_one_folder(tmp_path):
+    """Two agents of torchrun with a process each, as on two machines; then one machine goes on."""
+    given = [*TINY, "batch_size=4", "log_every=1"]
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    agents = [
+        subprocess.Popen(
+            [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
+            + ["--node-rank", str(node), "--master-addr", "127.0.0.1", "--master-port", str(port)]
+            + [str(ROOT / "train.py"), *given, "steps=4"],
+            cwd=tmp_path,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for node in range(2)
+    ]
+    for agent in agents:
+        errors = agent.communicate(timeout=120)[1]
+        assert agent.returncode == 0, errors
+    (path,) = (tmp_path / "outputs" / "python_docs").iterdir()
+    assert [row["step"] for row in tracking.read_metrics(path / "metrics.jsonl") if "train/nll" in row] == [1, 2, 3, 4]
+    outcome = command("train", f"resume={path}", "steps=6", cwd=tmp_path)
+    assert outcome.status == 0 and "resume: processes: 2, now 1" in outcome.stderr, outcome.stderr
+
+
+@pytest.mark.slow
 def test_max_restarts_of_torchrun_go_on_from_the_last_checkpoint(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     process, path = begun(tmp_path, program=torchrun("--max-restarts", "2"))
@@ -278,3 +304,7 @@ def test_a_sweep_on_two_processes(tmp_path):
     assert outcome.status == 0, outcome.stderr
     runs = list((tmp_path / "outputs" / "python_docs").iterdir())
     assert len(runs) == 2 and all((run / "result.json").exists() for run in runs)
+
+
+def test_one_process_is_asked_nothing():
+    assert ranks.ALONE.agree(3, 4.5) == [3, 4.5] and ranks.ALONE.main and ranks.ALONE.share(7) == slice(0, 7)

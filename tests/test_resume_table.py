@@ -4,8 +4,7 @@ import re
 import shutil
 
 import pytest
-from conftest import ROOT, TINY, compose, in_process, refused
-from test_faults import state_of
+from conftest import ROOT, TINY, compose, in_process, refused, state_of
 
 from txl.config import load_yaml, plain
 from txl.resuming import REFUSED, flat, why_refused
@@ -103,6 +102,15 @@ def test_a_key_changes_on_resume_as_the_table_says(key, trained_run, tmp_path):
         assert state["tokens"] == 6 * 32 + 2 * 24
     if key == "keep_last":
         assert (path / "last.2.pt").exists()
+
+
+def test_what_torch_would_bring_back_in_silence_follows_the_command(trained_run, tmp_path):
+    """`fused`, which was off; an option that no file of ours sets."""
+    path = shutil.copytree(trained_run, tmp_path / "copy")
+    assert state_of(path)["run"]["optimizer"]["param_groups"][0]["fused"] is None
+    outcome = in_process("train", f"resume={path}", "+optimizer.fused=true", "steps=8")
+    assert outcome.status == 0 and "resume: optimizer.fused: null, now true" in outcome.stderr
+    assert state_of(path)["run"]["optimizer"]["param_groups"][0]["fused"] is True
 
 
 @pytest.mark.parametrize("key", HASHED)

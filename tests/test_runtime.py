@@ -74,17 +74,17 @@ def test_a_signal_saves_and_exits_with_its_status(number, status, monkeypatch):
 
 @pytest.mark.parametrize(("number", "status"), [("SIGTERM", 75), ("SIGINT", 130)])
 def test_a_signal_during_the_final_figures_loses_nothing(number, status, monkeypatch):
-    import train
+    from txl import figures
 
     def signalled(*_):
         os.kill(os.getpid(), getattr(signal, number))
         pytest.fail("went on")
 
-    real = train.write_sample
-    monkeypatch.setattr(train, "write_sample", signalled)
+    real = figures.write_sample
+    monkeypatch.setattr(figures, "write_sample", signalled)
     outcome = in_process("train", *TINY)
     assert outcome.status == status and "stopped after update 6 of 6, everything saved" in outcome.stderr
-    monkeypatch.setattr(train, "write_sample", real)
+    monkeypatch.setattr(figures, "write_sample", real)
     again = in_process("train", *TINY)
     assert again.status == 0 and b"bits per byte" in again.stdout and "step" not in again.stderr
 

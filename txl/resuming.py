@@ -14,7 +14,7 @@ import torch
 from txl import archive, checkpoint
 from txl.config import load_yaml, to_yaml
 from txl.data.vocab import fingerprint
-from txl.ranks import Ranks
+from txl.ranks import Ranks, seed_of
 from txl.runs import FILES, FREE, Parts, full_key, key_of, result
 from txl.runtime import write_json, write_whole
 from txl.sharding import for_saving
@@ -224,6 +224,8 @@ def go_on(job: Job, parts: Parts, ranks: Ranks, steps: int, environment: Mapping
         )
     _take_weights(parts, content, "resume")
     parts.run.load_state_dict(content["run"])
+    if ranks.rank >= len(content["run"]["rng"]):  # a process that the run did not have
+        torch.manual_seed(seed_of(job.config["seed"], ranks.rank, parts.run.step))
     idle = [line for line in job.changed if not line.startswith(FIGURES_ONLY)]
     if parts.run.step > steps or (parts.run.step == steps and idle):
         raise ValueError(f"steps: the run has done {parts.run.step} updates; give more than that, not {steps}")
