@@ -146,6 +146,11 @@ def finished(name: str = "run", *overrides: str) -> Path:
     return next(Path("outputs", name).iterdir())
 
 
+def small_state(step: int = 1) -> dict:
+    """What a run would save, as far as a file and its writer look at it."""
+    return {"model": {"weight": torch.full((100, 10), float(step))}, "run": {}, "step": step}
+
+
 def state_of(path: Path) -> dict:
     """What the last checkpoint of a run holds, as torch alone reads it."""
     return torch.load(path / "last.pt", weights_only=True)

@@ -8,20 +8,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import TINY, in_process
+from conftest import TINY, in_process, small_state
 
 from txl import archive, checkpoint, saver, tracking, training
-
-
-def content(step: int = 1) -> dict:
-    return {"model": {"weight": torch.full((100, 10), float(step))}, "run": {}, "step": step}
 
 
 def test_disk_full_during_a_save(monkeypatch):
     """The words name the room, the old files stay, nothing is left beside; once there is room again a save succeeds."""
     monkeypatch.setattr(archive, "PAUSE", 0)
     writer = saver.Saver(Path("."), keep=2)
-    writer.save(content(1), best=True)
+    writer.save(small_state(1), best=True)
     writer.wait()
     before = {name: Path(name).read_bytes() for name in os.listdir()}
     real = archive._Hashing.write
@@ -34,14 +30,14 @@ def test_disk_full_during_a_save(monkeypatch):
             return real(self, data)
 
         monkeypatch.setattr(archive._Hashing, "write", full)
-        writer.save(content(2), best=True)
+        writer.save(small_state(2), best=True)
         with pytest.raises(
             OSError, match=r"^name: .*last.next.pt|best.next.pt cannot be written: it takes about 4,000 bytes"
         ):
             writer.wait()
         assert {name: Path(name).read_bytes() for name in os.listdir()} == before
     monkeypatch.setattr(archive._Hashing, "write", real)
-    writer.save(content(3), best=True)
+    writer.save(small_state(3), best=True)
     writer.wait()
     assert archive.read(Path("last.pt"))["step"] == 3 and archive.read(Path("last.1.pt"))["step"] == 1
 
@@ -69,11 +65,11 @@ def test_a_transient_error_of_a_sync_is_outlived(monkeypatch):
         real(descriptor)
 
     monkeypatch.setattr(os, "fsync", failing)
-    archive.write(Path("a.pt"), content())
+    archive.write(Path("a.pt"), small_state())
     assert archive.read(Path("a.pt"))["step"] == 1 and os.listdir() == ["a.pt"]
     failures.extend([1] * archive.ATTEMPTS)
     with pytest.raises(OSError, match=r"a\.pt cannot be written: .*Input/output error"):
-        archive.write(Path("a.pt"), content(2))
+        archive.write(Path("a.pt"), small_state(2))
     assert archive.read(Path("a.pt"))["step"] == 1 and os.listdir() == ["a.pt"]
 
 

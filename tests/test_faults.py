@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, TINY, finished, in_process, refused, state_of
+from conftest import ROOT, TINY, finished, in_process, refused, small_state, state_of
 from test_training import constant, make_run, small_lanes
 
 import train
@@ -145,7 +145,7 @@ def test_weights_that_are_not_finite_are_never_saved(monkeypatch):
     assert resuming.newest(path)[1]["step"] == 4
     writer = saver.Saver(Path("."), keep=2)
     for where in ("model", "run"):
-        broken = content(2)
+        broken = small_state(2)
         if where == "model":
             broken["model"]["weight"][3] = math.inf
         else:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, TINY, finished, in_process, refused, run_files, state_of, text_data
+from conftest import ROOT, TINY, finished, in_process, refused, run_files, small_state, state_of, text_data
 
 from txl import archive
 
@@ -61,8 +61,8 @@ def test_what_a_killed_process_left_half_written_is_cleared_away_by_the_next():
 
 
 def test_a_file_without_a_digest_or_with_that_of_another_is_refused():
-    archive.write(Path("a.pt"), content(1))
-    archive.write(Path("b.pt"), content(2))
+    archive.write(Path("a.pt"), small_state(1))
+    archive.write(Path("b.pt"), small_state(2))
     a, b = Path("a.pt").read_bytes(), Path("b.pt").read_bytes()
     for damaged in (a[: -archive.TRAILER], a[: -archive.TRAILER] + b[-archive.TRAILER :]):
         Path("c.pt").write_bytes(damaged)
