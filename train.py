@@ -126,6 +126,7 @@ def assemble(settings: Train, ranks: "Ranks") -> "Parts":
     """Everything that the configuration describes: data, vocabulary, model, optimizer; nothing is written but token files."""
     import torch
 
+    from txl.averaging import Average
     from txl.data.streams import Lanes, Prefetched
     from txl.optim import parameter_groups
     from txl.ranks import seed_of
@@ -165,7 +166,10 @@ def assemble(settings: Train, ranks: "Ranks") -> "Parts":
         raise ValueError(f"optimizer: {error}") from error
     scaler = torch.amp.GradScaler(device.type, enabled=settings.precision == "fp16")
     lanes = Prefetched(lanes, pin=device.type == "cuda")
-    run = Run(model=model, replica=replica, optimizer=optimizer, lanes=lanes, scaler=scaler, ranks=ranks)
+    average = Average(rule=build(settings.average))
+    run = Run(
+        model=model, replica=replica, optimizer=optimizer, lanes=lanes, scaler=scaler, ranks=ranks, average=average
+    )
     if ranks.rank:  # the weights are the same everywhere, dropout is not
         torch.manual_seed(seed_of(settings.seed, ranks.rank, 0))
     return Parts(corpus=corpus, vocab=vocab, splits=splits, model_config=model_config, run=run)
@@ -209,7 +213,8 @@ def train(job: "Job", parts: "Parts", settings: Train, environment: dict, stop: 
     def validate() -> bool | None:
         """Measures the valid figure; true if it is the best so far. None where a signal ended it: it is due again on resume."""
         with speed.paused():
-            figure = measure(parts, "valid", settings, stop, max_segments=settings.eval["max_segments"])
+            with run.average.in_place(run.model):
+                figure = measure(parts, "valid", settings, stop, max_segments=settings.eval["max_segments"])
             if figure is None:
                 return None
             log({f"valid/{name}": figure[name] for name in VALID})
@@ -294,6 +299,7 @@ def steps(run, settings: Train, path: Path) -> Iterator:
         accumulate=settings.accumulate,
         on_nonfinite=settings.on_nonfinite,
         max_bad_updates=settings.max_bad_updates,
+        scored=settings.loss,
     )
     if settings.profile is not None and run.ranks.main:
         left = profiled(left, settings.profile, path)

@@ -9,6 +9,7 @@ import torch
 from conftest import tiny_model
 
 from txl import optim
+from txl.averaging import Average, ExponentialAverage
 from txl.config import build, compose
 from txl.data.streams import Lanes
 from txl.evaluation import evaluate
@@ -155,3 +156,15 @@ def wait_for_the_first(ranks, stop):
     until = time.monotonic() + 3
     ranks.wait_until(lambda: time.monotonic() > until)
     return ranks.agree(ranks.rank)[0]
+
+
+def averaged(ranks, stop):
+    """Each process's average of the weights of 9 updates; of several, it was in the model's place after the fourth."""
+    run, _ = made("plain", ranks)
+    run.average = Average(rule=ExponentialAverage(decay=0.8))
+    for update in updates(run, steps=9, lr=0.01, schedule=constant, clip=0.25):
+        if update.step == 4 and ranks.size > 1:
+            with run.average.in_place(run.model), torch.no_grad():
+                run.model.eval()(torch.zeros(2, 5, dtype=torch.long), None)
+                run.model.train()
+    return ranks.gather([weights.flatten().tolist() for weights in run.average.weights.values()])

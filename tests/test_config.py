@@ -23,6 +23,7 @@ GROUPS = {
         "model/softmax",
         "optimizer",
         "schedule",
+        "average",
         "tracker",
     ]
     + ["experiment", "debug"]
@@ -42,6 +43,7 @@ def test_every_config_composes_passes_check_and_builds_on_meta(choice):
     assert build(cfg.schedule)(1, lr=cfg.optimizer.lr, steps=cfg.steps, valid_nll=[]) > 0
     if "python" in cfg.data._target_:
         assert build(cfg.data, cache_dir=None).text("train").size
+    build(cfg.average)
     build(cfg.tracker)
     build(cfg.sample)
 

@@ -10,7 +10,7 @@ ORDER = [
     ["txl.signature", "txl.signals", "txl.settings", "txl.tiles", "txl.ops", "txl.losses"],
     ["txl.layers"],
     ["txl.model"],
-    ["txl.data", "txl.optim", "txl.runtime", "txl.ranks", "txl.sharding"],
+    ["txl.data", "txl.optim", "txl.averaging", "txl.runtime", "txl.ranks", "txl.sharding"],
     ["txl.evaluation", "txl.generation", "txl.archive", "txl.checkpoint", "txl.saver", "txl.tracking"],
     ["txl.fitting"],
     ["txl.training"],

@@ -43,6 +43,7 @@ TRIED = {
     "optimizer.betas": "[0.8,0.9]",
     "schedule.warmup": "3",
     "schedule": "constant",
+    "average": "ema",
     "model.dropout": "0.2",
     "model.dropatt": "0.2",
     "model.same_length": "true",
@@ -78,7 +79,8 @@ def test_a_key_changes_on_resume_as_the_table_says(key, trained_run, tmp_path):
     path = shutil.copytree(trained_run, tmp_path / "copy")
     steps = [] if key == "steps" else ["steps=8"]
     outcome = in_process("train", f"resume={path}", f"{key}={TRIED[key]}", *steps)
-    dotted = {"optimizer": "optimizer._target_", "model/memory": "model.memory._target_"}.get(key, key)
+    groups = {"optimizer": "optimizer", "average": "average", "model/memory": "model.memory"}
+    dotted = f"{groups[key]}._target_" if key in groups else key
     if why_refused(dotted):
         line = refused(outcome, "resume")
         assert f"{dotted} cannot change, " in line and TRIED[key] in line.lower()
@@ -98,6 +100,8 @@ def test_a_key_changes_on_resume_as_the_table_says(key, trained_run, tmp_path):
         assert list(group["betas"]) == [0.8, 0.9]
     if key == "optimizer.lr":
         assert group["lr"] <= 0.001
+    if key == "average":
+        assert state["run"]["average"]["count"] == 2
     if key == "tgt_len":
         assert state["tokens"] == 6 * 32 + 2 * 24
     if key == "keep_last":

@@ -12,8 +12,15 @@ from torch import nn
 
 from txl import archive, signature
 from txl.data import bpe, corpus, published, vocab, words
-from txl.layers.memory import NoMemory, SegmentMemory
-from txl.layers.position import RelativePosition
+from txl.layers.memory import CompressiveMemory, NoMemory, SegmentMemory
+from txl.layers.position import (
+    AbsolutePosition,
+    AbsolutePositionPerLayer,
+    ALiBiPosition,
+    RelativePosition,
+    RotaryPosition,
+    ShawPosition,
+)
 from txl.layers.softmax import AdaptiveSoftmax, FullSoftmax
 from txl.model import TransformerXL
 from txl.settings import TRAINED, Evaluation, Train
@@ -26,8 +33,14 @@ CLASSES = {
     for entry in (
         TransformerXL,
         SegmentMemory,
+        CompressiveMemory,
         NoMemory,
         RelativePosition,
+        ShawPosition,
+        AbsolutePosition,
+        AbsolutePositionPerLayer,
+        RotaryPosition,
+        ALiBiPosition,
         FullSoftmax,
         AdaptiveSoftmax,
         corpus.python_docs,
@@ -67,7 +80,10 @@ def construct(node: Any, **sizes: Any) -> Any:
 
 
 def model_config(config: Mapping[str, Any], *, mem_len: Any, clamp_len: Any, same_length: Any) -> dict[str, Any]:
-    """A model's configuration with other reading settings; the word `trained` leaves one as it is, None turns it off."""
+    """A model's configuration with other reading settings; the word `trained` leaves one as it is, None turns it off.
+
+    Raises ValueError for a clamp_len where the positions have no distances to clamp.
+    """
     memory, position = dict(config["memory"]), dict(config["position"])
     if mem_len is None:
         memory = {"_target_": "txl.layers.memory.NoMemory"}
@@ -75,7 +91,11 @@ def model_config(config: Mapping[str, Any], *, mem_len: Any, clamp_len: Any, sam
         none = memory["_target_"] == "txl.layers.memory.NoMemory"
         memory = {**memory, "mem_len": mem_len} | ({"_target_": "txl.layers.memory.SegmentMemory"} if none else {})
     if clamp_len != TRAINED:
-        position["clamp_len"] = clamp_len
+        scheme = CLASSES.get(position["_target_"], RelativePosition)
+        if "clamp_len" in inspect.signature(scheme).parameters:
+            position["clamp_len"] = clamp_len
+        elif clamp_len is not None:
+            raise ValueError(f"clamp_len: {scheme.__name__} has no distances to clamp; leave it out, or null")
     changed = {**config, "memory": memory, "position": position}
     if same_length != TRAINED:
         changed["same_length"] = bool(same_length)
@@ -86,8 +106,16 @@ def twin(model: nn.Module, config: Mapping[str, Any]) -> nn.Module:
     """A model of another configuration on the same parameters: what trains the one changes the other."""
     with torch.device("meta"):
         other = construct(config)
-    other.load_state_dict({name: whole(tensor) for name, tensor in model.state_dict().items()}, assign=True)
+    state = _without_unused(model.state_dict(), other)
+    other.load_state_dict({name: whole(tensor) for name, tensor in state.items()}, assign=True)
     return other.eval()
+
+
+def _without_unused(state: Mapping[str, Any], model: nn.Module) -> Mapping[str, Any]:
+    """The parameters without those of a memory, where the model reads without one."""
+    if model.memory.mem_len is not None:
+        return state
+    return {name: tensor for name, tensor in state.items() if not str(name).startswith("memory.")}
 
 
 def save(path: Path, content: Mapping[str, Any]) -> None:
@@ -156,7 +184,7 @@ def load_weights(model: nn.Module, state: Mapping[str, Any], key: str = "checkpo
 
     Raises ValueError at a difference, and for values that are not finite.
     """
-    own = model.state_dict()
+    own, state = model.state_dict(), _without_unused(state, model)
     if state.keys() != own.keys():
         name = min(state.keys() ^ own.keys(), key=str)
         raise ValueError(f"{key}: its weights do not fit the model: {name} is only in one of them")

@@ -12,7 +12,7 @@ from txl.data.streams import ScoredLane, scoring_segments
 from txl.data.vocab import BPE
 from txl.model import TransformerXL
 from txl.ranks import ALONE, Ranks
-from txl.reading import Cache, cache_bytes, reach_of, stair_of
+from txl.reading import cache_bytes, reach_of, reader_of, stair_of
 from txl.runtime import autocast, to_device
 
 # What is read at a time, in tokens: as many as keep the matrix products large; more only cost memory.
@@ -57,7 +57,10 @@ def plan(
     scored_len = lane_len if max_segments is None else min(lane_len, max_segments * tgt_len)
     n_lane = -(-n_target // lane_len)
     n_layer = len(model.layers)
-    warming = _up(n_layer * reach + (n_layer - 1) * (stair - 1), stair) if reach else 0
+    slack = 0 if model.memory.keeps_inputs else stair + model.memory.rate  # the first rows to be compressed are others
+    warming = _up(n_layer * (reach + slack) + (n_layer - 1) * (stair - 1), stair) if reach else 0
+    if warmed is None and not model.keys_last and not reach:
+        warmed = min(-(-scored_len // stair), (AT_ONCE if on_cpu else AT_ONCE_ON_DEVICE) // (stair * n_lane))
     if warmed is None and not on_cpu:
         affordable = scored_len if warming == 0 else scored_len // (WARMING * warming)
         room = CACHE_ON_DEVICE // (cache_bytes(model, reach + _up(tgt_len, stair)) * n_lane)
@@ -95,7 +98,7 @@ def total_nll(
     device = next(model.parameters()).device
     was_training = model.training
     model.eval()
-    cache = Cache(model, reach=reach_of(model), room=read.length)
+    reader = reader_of(model, reach=reach_of(model), room=read.length, tgt_len=stair)
     adds_doubles = device.type != "mps"
     totals, n_token = torch.zeros((), dtype=torch.float64, device=device if adds_doubles else "cpu"), 0
     for segment in scoring_segments(split.tokens, read.lanes, length=read.length, borders=split.borders):
@@ -103,7 +106,7 @@ def total_nll(
             break
         starts = None if segment.starts is None else to_device(segment.starts, device)
         with autocast(device, precision):
-            hidden = cache.read(segment.tokens, starts=starts, stair=stair)
+            hidden = reader.read(segment.tokens, starts=starts, stair=stair)
             nll = model.softmax.nll(hidden, segment.targets)
         nll = nll.double() if adds_doubles else nll.cpu().double()
         totals += nll.where(to_device(segment.scored, nll.device), 0.0).sum()
@@ -177,7 +180,7 @@ def evaluate(
         **figure(total, n_token, split.count_bytes(1, 1 + n_token), n_word),
         "split": split.name,
         "mem_len": model.memory.mem_len,
-        "clamp_len": model.layers[0].attention.position.clamp_len,
+        "clamp_len": model.position.clamp_len,
         "same_length": model.same_length,
         **reading,
     }

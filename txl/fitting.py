@@ -75,6 +75,30 @@ def mems(model: nn.Module, lanes: Lanes | Prefetched, saved: Any, mine: slice) -
     return kept
 
 
+def average(model: nn.Module, saved: Any) -> Mapping[str, Any] | None:
+    """The saved average of the weights; None where there was none. Raises ValueError unless it is one of the model's."""
+    if saved is None:
+        return None
+    fault = "resume: average: the checkpoint's is none of this model's weights"
+    wanted = dict(model.named_parameters(remove_duplicate=False))
+    if not (
+        isinstance(saved, Mapping)
+        and isinstance(saved.get("of"), str)
+        and type(saved.get("count")) is int
+        and 1 <= saved["count"] < 2**31
+        and isinstance(saved.get("weights"), Mapping)
+        and saved["weights"].keys() == wanted.keys()
+    ):
+        raise ValueError(fault)
+    for name, own in wanted.items():
+        given = saved["weights"][name]
+        kind = (own.shape, own.dtype, torch.strided)
+        good = isinstance(given, Tensor) and (given.shape, given.dtype, given.layout) == kind and not given.is_meta
+        if not good or not given.isfinite().all():
+            raise ValueError(f"{fault}: {name}")
+    return saved
+
+
 def rng(saved: Any, rank: int) -> dict[str, Any] | None:
     """What this process's generators were; None for a process that the run did not have before."""
     size = torch.get_rng_state().shape

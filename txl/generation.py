@@ -13,7 +13,7 @@ from txl.data.encoding import Encoder
 from txl.data.text import Piece
 from txl.data.vocab import Words
 from txl.model import TransformerXL
-from txl.reading import Cache, cache_bytes, reach_of, stair_of
+from txl.reading import Cache, Segments, cache_bytes, reach_of, stair_of
 from txl.runtime import autocast, threads, to_device
 
 ONE_THREAD = 2**24  # multiplications, up to which waking a second thread costs more than its help is worth
@@ -69,6 +69,8 @@ class Reader:
 
     Each token sees mem_len tokens before it (mem_len - 1 with same_length); in the prompt, mem_len before its stair of
     `context` tokens, as in training with segments of that length. A model without memory sees the last `context` tokens.
+    Where keys do not last (`TransformerXL.keys_last`), a text is read by segments of `context`, the last of them anew for
+    each token.
     `n_token` is that of the vocabulary, where the model has room for more: those are never drawn. `documents`, for a model
     whose memory was reset at documents, says where one begins.
     """
@@ -86,12 +88,26 @@ class Reader:
         self.precision, self.documents = precision, documents
         self.device = next(model.parameters()).device
 
-    def begin(self, prompts: Sequence[Int[Tensor, "_"]], copies: Sequence[int] | None = None) -> "Texts | RecentTexts":
+    def begin(
+        self, prompts: Sequence[Int[Tensor, "_"]], copies: Sequence[int] | None = None
+    ) -> "Texts | RecentTexts | SegmentTexts":
         """Reads prompts of one token or more, of any lengths; each is then continued once, or `copies` times, side by side."""
         copies = [1] * len(prompts) if copies is None else copies
+        if not self.model.keys_last:
+            return SegmentTexts(self, repeated(prompts, copies))
         if self.model.memory.mem_len is None:
             return RecentTexts(self, repeated(prompts, copies))
         return Texts(self, prompts, copies)
+
+    @torch.inference_mode()
+    def read_segment(
+        self, segments: Segments, tokens: Int[Tensor, "b i"], starts: Bool[Tensor, "b i"] | None
+    ) -> Float[Tensor, "b v"]:
+        """log p of the token after a segment, which becomes the memory of the next."""
+        starts = None if starts is None else to_device(starts, self.device)
+        with autocast(self.device, self.precision):
+            hidden = segments.read(tokens, starts=starts)
+            return self.model.softmax.log_prob(hidden[:, -1:])[:, 0, : self.n_token]
 
     @torch.inference_mode()
     def predict(
@@ -201,6 +217,42 @@ class RecentTexts:
         self.log_probs = self.reader.predict(self.cache, torch.tensor(tokens)[:, None], starts, stair=1)
 
 
+class SegmentTexts:
+    """`Texts` of a model whose keys do not last: of each, the segment that is not full yet is read again for each token.
+
+    A text is in a segment of its own, whatever the others' lengths, so each is read as if it were alone.
+    """
+
+    def __init__(self, reader: Reader, prompts: Sequence[Int[Tensor, "_"]]):
+        self.reader, self.borders = reader, Borders(reader.documents, len(prompts))
+        self.segments = [Segments(reader.model, tgt_len=reader.context) for _ in prompts]
+        self.recent: list[list[int]] = [[] for _ in prompts]
+        self.marks: list[list[bool]] = [[] for _ in prompts]
+        read = [self._read(row, prompt.tolist()) for row, prompt in enumerate(prompts)]
+        self.log_probs = torch.cat(read)
+
+    def _read(self, row: int, tokens: Sequence[int]) -> Float[Tensor, "1 v"]:
+        """log p after more tokens of a text; whole segments are read for good, the rest of it until there are more."""
+        recent, marks, segments = self.recent[row], self.marks[row], self.segments[row]
+        recent += tokens
+        marks += [False] * len(tokens) if self.reader.documents is None else self.borders.mark(row, tokens)
+        while True:
+            whole = slice(self.reader.context)
+            starts = None if self.reader.documents is None else torch.tensor([marks[whole]])
+            before = segments.mems
+            log_probs = self.reader.read_segment(segments, torch.tensor([recent[whole]]), starts)
+            if len(recent) < self.reader.context:
+                segments.mems = before
+                return log_probs
+            del recent[whole], marks[whole]
+            if not recent:
+                return log_probs
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Reads one more token of each text."""
+        self.log_probs = torch.cat([self._read(row, [token]) for row, token in enumerate(tokens)])
+
+
 def borders_for(encoder: Encoder, resets: bool) -> Encoder | None:
     """What tells a `Reader` where documents begin, for a model whose memory was reset there; warns where nothing can."""
     if not resets or encoder.separator is None:
@@ -232,7 +284,7 @@ def encode_prompt(encoder: Encoder, prompt: bytes) -> Int[Tensor, "1 _"]:
 
 
 def generate(
-    texts: Texts | RecentTexts, sampling: Sampling, generators: Sequence[torch.Generator]
+    texts: Texts | RecentTexts | SegmentTexts, sampling: Sampling, generators: Sequence[torch.Generator]
 ) -> Iterator[list[int]]:
     """The tokens that continue each text, one of each at a time; every text has a generator of its own."""
     for remaining in range(sampling.max_new_tokens, 0, -1):
@@ -244,7 +296,7 @@ def generate(
 
 
 def pieces(
-    texts: Texts | RecentTexts,
+    texts: Texts | RecentTexts | SegmentTexts,
     sampling: Sampling,
     generators: Sequence[torch.Generator],
     *,

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from txl.layers.attention import Attention
+from txl.layers.dropout import variational_dropout, word_dropout
 from txl.layers.feedforward import FeedForward
 
 
@@ -35,22 +36,26 @@ class DecoderLayer(nn.Module):
         self,
         hidden: Float[Tensor, "b i m"],
         memory: Float[Tensor, "b k m"],
-        encoding: Float[Tensor, "r m"],
+        encoding: Tensor,
         documents: Int[Tensor, "b j"] | None = None,
         reach: int | None = None,
     ) -> Float[Tensor, "b i m"]:
         """Reads a segment after a memory of hidden states, which it projects anew: their weights change in training."""
-        segment, project = self.normed(hidden), self.attention.keys_values
-        keys_values = torch.cat([project(self.normed(memory)), project(segment)], dim=3)
-        r = self.attention.position.project(encoding)
-        return self.attend(hidden, segment, keys_values, r, documents, reach=reach)
+        position, project = self.attention.position, self.attention.keys_values
+        memory, hidden = position.at_layer(memory, hidden.shape[1]), position.at_layer(hidden, 0)
+        segment, memory = self.normed(hidden), self.normed(memory)
+        if self.attention.wdrop and self.training:  # the same weights for both
+            keys_values = project(torch.cat([memory, segment], dim=1))
+        else:
+            keys_values = torch.cat([project(memory), project(segment)], dim=3)
+        return self.attend(hidden, segment, keys_values, position.project(encoding), documents, reach=reach)
 
     def attend(
         self,
         hidden: Float[Tensor, "b i m"],
         segment: Float[Tensor, "b i m"],
         keys_values: Float[Tensor, "two h b j d"],
-        r: Float[Tensor, "h r d"],
+        r: Tensor,
         documents: Int[Tensor, "b j"] | None = None,
         *,
         reach: int | None = None,
@@ -94,6 +99,10 @@ class TransformerXL(nn.Module):
         d_embed: int | None = None,
         dropout: float | int = 0.0,
         dropatt: float | int = 0.0,
+        dropoute: float | int = 0.0,
+        dropouti: float | int | None = None,
+        dropouto: float | int | None = None,
+        wdrop: float | int = 0.0,
         same_length: bool = False,
         untie_r: bool = False,
         pre_norm: bool = False,
@@ -120,11 +129,18 @@ class TransformerXL(nn.Module):
         for name, std in {"init_std": init_std, "proj_init_std": proj_init_std}.items():
             if not 0 <= std < float("inf"):
                 raise ValueError(f"model.{name}: must be at least 0, got {std}")
-        for name, rate in {"dropout": dropout, "dropatt": dropatt}.items():
-            if not 0 <= rate < 1:
+        rates = dict(
+            dropout=dropout, dropatt=dropatt, dropoute=dropoute, dropouti=dropouti, dropouto=dropouto, wdrop=wdrop
+        )
+        for name, rate in rates.items():
+            if rate is not None and not 0 <= rate < 1:
                 raise ValueError(f"model.{name}: must lie in [0, 1), got {rate}")
-        self.memory, self.same_length = memory, same_length
+        if same_length and not memory.keeps_inputs:
+            raise ValueError("model.same_length: a compressive memory reaches further than mem_len keys; take false")
+        self.memory, self.same_length, self.n_token = memory, same_length, n_token
+        memory.size(n_layer=n_layer, d_model=d_model, init_std=init_std)
         self.reach = memory.mem_len - 1 if same_length and memory.mem_len is not None else None
+        self.dropoute, self.dropouti, self.dropouto = dropoute, dropouti, dropouto
         self.activation_checkpointing, self.compiled = activation_checkpointing, False
         self.softmax = softmax(n_token=n_token, d_model=d_model, d_embed=d_embed, tie_weight=tie_weight)
         self.dropout = nn.Dropout(dropout)
@@ -133,18 +149,26 @@ class TransformerXL(nn.Module):
                 d_model=d_model,
                 dropout=dropout,
                 pre_norm=pre_norm,
-                attention=Attention(d_model=d_model, n_head=n_head, d_head=d_head, dropatt=dropatt, position=position),
-                feedforward=FeedForward(d_model=d_model, d_inner=d_inner, dropout=dropout, activation=activation),
+                attention=Attention(
+                    d_model=d_model, n_head=n_head, d_head=d_head, dropatt=dropatt, position=position, wdrop=wdrop
+                ),
+                feedforward=FeedForward(
+                    d_model=d_model, d_inner=d_inner, dropout=dropout, activation=activation, wdrop=wdrop
+                ),
             )
             for _ in range(n_layer)
         )
-        if not untie_r:
+        shares = self.layers[0].attention.position.shares_biases
+        if untie_r and not shares:
+            words = "this model.position has no u and v that layers could share; take false"
+            raise ValueError(f"model.untie_r: {words}")
+        if not untie_r and shares:
             for layer in self.layers[1:]:
                 layer.attention.position.share_biases(self.layers[0].attention.position)
         self.reset(init_std=init_std, proj_init_std=proj_init_std)
 
     def reset(self, *, init_std: float | int, proj_init_std: float | int) -> None:
-        """The authors' initialisation: matrices, u and v N(0, init_std); norms N(1, init_std); biases 0; projections N(0, proj_init_std)."""
+        """The authors' initialisation: matrices, u, v and tables N(0, init_std); norms N(1, init_std); biases 0; projections N(0, proj_init_std)."""
         for module in self.layers.modules():
             if isinstance(module, nn.LayerNorm):
                 nn.init.normal_(module.weight, 1.0, init_std)
@@ -154,8 +178,10 @@ class TransformerXL(nn.Module):
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
         for name, parameter in self.layers.named_parameters():
-            if name.endswith(("r_w_bias", "r_r_bias")):
+            if name.endswith(("r_w_bias", "r_r_bias", "r_emb")):
                 nn.init.normal_(parameter, 0.0, init_std)
+            elif name.endswith("r_bias"):
+                nn.init.zeros_(parameter)
         self.softmax.reset(init_std=init_std, proj_init_std=proj_init_std)
 
     def compile_layers(self) -> None:
@@ -169,6 +195,16 @@ class TransformerXL(nn.Module):
             layer.compile(fullgraph=True)
             layer.compiled_attend = torch.compile(layer.attend, fullgraph=True)  # for `txl.reading`
 
+    @property
+    def position(self) -> nn.Module:
+        """The first layer's position scheme, for what is the same in all layers."""
+        return self.layers[0].attention.position
+
+    @property
+    def keys_last(self) -> bool:
+        """Whether keys and values stay what they are while the weights do, so that they may be kept (`txl.reading`)."""
+        return self.position.by_distance and self.memory.keeps_inputs
+
     def forward(
         self,
         tokens: Int[Tensor, "b i"],
@@ -176,24 +212,43 @@ class TransformerXL(nn.Module):
         targets: Int[Tensor, "b i"] | None = None,
         *,
         starts: Bool[Tensor, "b i"] | None = None,
-    ) -> tuple[Float[Tensor, "b i"] | Float[Tensor, "b i v"], list[Float[Tensor, "b _ m"]]]:
+        with_auxiliary: bool = False,
+    ) -> tuple:
         """The nll of each target in nats or, without targets, the log-probabilities of the next token; and the new memory.
 
         Tokens and targets may lie on the host while the model is elsewhere: then nothing is waited for, whatever the softmax.
         The memory is an argument and a result, never kept: pass what one segment returned to the next, None at the start.
         `starts` is true where a document begins: a token then attends to its own document only, in the segment and in the
         memory. Once given, it must be given for every segment: rows of the memory that belong to a document that has ended
-        are not-a-number.
+        are not-a-number. `with_auxiliary` adds a third result: what a memory that learns is trained by, beside the nll.
         """
-        hidden = self.dropout(self.softmax.embed(tokens))
+        hidden, memories, inputs, documents = self.states(tokens, mems, starts=starts)
+        output = self.softmax.log_prob(hidden) if targets is None else self.softmax.nll(hidden, targets)
+        kept = self.memory.keep(memories, inputs, documents)
+        if not with_auxiliary:
+            return output, kept
+        return output, kept, self.memory.reconstruction(self.layers, memories, inputs)
+
+    def states(
+        self,
+        tokens: Int[Tensor, "b i"],
+        mems: Sequence[Float[Tensor, "b _ m"]] | None = None,
+        *,
+        starts: Bool[Tensor, "b i"] | None = None,
+    ) -> tuple[
+        Float[Tensor, "b i m"], list[Float[Tensor, "b _ m"]], list[Float[Tensor, "b i m"]], Int[Tensor, "b j"] | None
+    ]:
+        """The states that the next tokens are predicted from; each layer's memory and input; the document of each row."""
+        hidden = self._dropped(self.embed(tokens), self.dropouti)
         memories = self.memory.start(mems, hidden, len(self.layers))
         documents = None
         if starts is not None:
             documents = document_numbers(memories[0], starts)
             memories = [memory.masked_fill(memory.isnan(), 0.0) for memory in memories]
         n_key = memories[0].shape[1] + hidden.shape[1]
-        encoding = self.layers[0].attention.position.encode(n_key, hidden)
-        encoding = self.dropout(encoding)  # one mask for all layers and the whole batch
+        encoding = self.position.encode(n_key, hidden)
+        if self.position.drops_encoding:
+            encoding = self.dropout(encoding)  # one mask for all layers and the whole batch
         if self.compiled:
             growing(0, encoding)
             growing(1, documents, *memories)
@@ -206,9 +261,20 @@ class TransformerXL(nn.Module):
                 hidden = checkpoint(run, hidden, memory, encoding, documents, self.reach, use_reentrant=False)
             else:
                 hidden = run(hidden, memory, encoding, documents, self.reach)
-        hidden = self.dropout(hidden)
-        output = self.softmax.log_prob(hidden) if targets is None else self.softmax.nll(hidden, targets)
-        return output, self.memory.keep(memories, inputs, documents)
+        return self._dropped(hidden, self.dropouto), memories, inputs, documents
+
+    def embed(self, tokens: Int[Tensor, "b i"]) -> Float[Tensor, "b i m"]:
+        """What the first layer reads of the tokens, before dropout."""
+        embedding = self.softmax.embed(tokens)
+        if self.dropoute and self.training:
+            embedding = word_dropout(embedding, tokens, self.n_token, self.dropoute)
+        return self.position.enter(embedding)
+
+    def _dropped(self, hidden: Float[Tensor, "b i m"], rate: float | int | None) -> Float[Tensor, "b i m"]:
+        """Ordinary dropout or, where a rate is given, the variational one."""
+        if rate is None:
+            return self.dropout(hidden)
+        return variational_dropout(hidden, rate) if rate and self.training else hidden
 
 
 def growing(dim: int, *tensors: Tensor | None) -> None:

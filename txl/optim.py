@@ -9,7 +9,7 @@ from torch import nn
 def parameter_groups(model: nn.Module) -> list[dict]:
     """Matrices and tables, which weight decay concerns, and the rest (biases, norms, u, v), which it spares."""
     named = list(model.named_parameters())
-    spared = [parameter for name, parameter in named if parameter.ndim < 2 or name.endswith(("r_w_bias", "r_r_bias"))]
+    spared = [parameter for name, parameter in named if parameter.ndim < 2 or name.endswith(("r_w_bias", "r_bias"))]
     spared_ids = {id(parameter) for parameter in spared}
     decayed = [parameter for _, parameter in named if id(parameter) not in spared_ids]
     return [{"params": decayed}, {"params": spared, "weight_decay": 0.0}]

@@ -1,4 +1,7 @@
-"""Reading with weights that no longer change: keys and values are kept instead of hidden states, and nothing is projected twice."""
+"""Reading with weights that no longer change: keys and values are kept instead of hidden states, and nothing is projected twice.
+
+Where keys do not last, because they depend on where segments begin or are compressed, `Segments` reads as training does.
+"""
 
 from collections.abc import Sequence
 
@@ -12,13 +15,13 @@ ABSENT = -1  # the document of rows that stand in for tokens that a shorter text
 
 
 def reach_of(model: TransformerXL) -> int:
-    """The tokens before its own stair that a token sees: mem_len - 1 with same_length, else mem_len; 0 without a memory."""
-    return 0 if model.memory.mem_len is None else model.memory.mem_len - model.same_length
+    """The tokens before its own stair that a token sees: mem_len - 1 with same_length, else all that the memory spans."""
+    return model.memory.span - (model.same_length and model.memory.span > 0)
 
 
 def stair_of(model: TransformerXL, tgt_len: int) -> int:
     """The tokens that see the same past: one with same_length, else the segment."""
-    return 1 if model.same_length and model.memory.mem_len is not None else tgt_len
+    return 1 if model.same_length and model.memory.mem_len is not None and model.keys_last else tgt_len
 
 
 def cache_bytes(model: TransformerXL, n_token: int) -> int:
@@ -44,7 +47,7 @@ class Cache:
         self.padded = 0  # up to here some text has rows that it lacks
         self.borders = False  # whether the texts consist of documents
         self.keys_values: list[Float[Tensor, "two h b c d"]] = []
-        self.r: list[Float[Tensor, "h r d"]] = []
+        self.r: list[Float[Tensor, "n r e"]] = []
         self.documents: Int[Tensor, "b c"] | None = None
 
     def read(
@@ -57,10 +60,10 @@ class Cache:
         (autocast) the same in all calls.
         """
         n_token = tokens.shape[1]
-        assert n_token <= self.room, f"{n_token} tokens are more than room={self.room}"
+        assert self.model.keys_last and n_token <= self.room, f"{n_token} tokens are more than room={self.room}"
         if self.stop + n_token > self.capacity:
             self._move_to_front()
-        hidden = self.model.softmax.embed(tokens)
+        hidden = self.model.embed(tokens)
         if not self.keys_values:
             self._allocate(hidden)
         place, stop = self.stop, self.stop + n_token
@@ -161,3 +164,42 @@ class Cache:
         last = self.documents[:, place - 1 : place] if place else torch.zeros_like(self.documents[:, :1])
         self.documents[:, place:stop] = last if starts is None else last + starts.long().cumsum(dim=1)
         return self.documents[:, first:stop]
+
+
+class Segments:
+    """Reads as training does, whatever the scheme: by segments of `tgt_len`, with hidden states as the memory.
+
+    A segment of fewer tokens is read as the beginning of a whole one, which changes nothing but the places of
+    `AbsolutePosition` and its kind; no other may follow it.
+    """
+
+    def __init__(self, model: TransformerXL, *, tgt_len: int):
+        self.model, self.tgt_len = model, tgt_len
+        self.mems: list[Float[Tensor, "b k m"]] | None = None
+
+    def read(
+        self, tokens: Int[Tensor, "b i"], *, starts: Bool[Tensor, "b i"] | None = None, stair: int | None = None
+    ) -> Float[Tensor, "b i m"]:
+        """Reads the next tokens of each text and returns the last layer's states; `stair` can only be the segment."""
+        states = []
+        for part in range(0, tokens.shape[1], self.tgt_len):
+            segment = slice(part, part + self.tgt_len)
+            marks = None if starts is None else starts[:, segment]
+            states.append(self._segment(tokens[:, segment], marks))
+        return torch.cat(states, dim=1)
+
+    def _segment(
+        self, tokens: Int[Tensor, "b i"], starts: Bool[Tensor, "b i"] | None
+    ) -> Float[Tensor, "b i m"]:
+        n_token, lacking = tokens.shape[1], self.tgt_len - tokens.shape[1]
+        if lacking and not self.model.position.by_distance:
+            tokens = torch.nn.functional.pad(tokens, (0, lacking))
+            starts = None if starts is None else torch.nn.functional.pad(starts, (0, lacking))
+        hidden, *kept = self.model.states(tokens, self.mems, starts=starts)
+        self.mems = self.model.memory.keep(*kept)
+        return hidden[:, :n_token]
+
+
+def reader_of(model: TransformerXL, *, reach: int, room: int, tgt_len: int) -> Cache | Segments:
+    """The quickest way to read a text by segments of `tgt_len`."""
+    return Cache(model, reach=reach, room=room) if model.keys_last else Segments(model, tgt_len=tgt_len)

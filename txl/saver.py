@@ -55,7 +55,7 @@ class Saver:
         try:
             refuse_what_is_not_finite(content)
             if best:
-                archive.write(self.folder / "best.next.pt", {key: content[key] for key in content if key != "run"})
+                archive.write(self.folder / "best.next.pt", of_best(content))
             archive.write(self.folder / "last.next.pt", content)
             self._settle()
             names = [self.folder / "last.pt"] + [self.folder / f"last.{age}.pt" for age in range(1, self.keep)]
@@ -68,6 +68,12 @@ class Saver:
             sync_folder(self.folder)
         except BaseException as error:
             self._error = error
+
+
+def of_best(content: Mapping[str, Any]) -> dict[str, Any]:
+    """What best.pt holds of a state: nothing that only the run needs; the weights that its figure is of, averaged or not."""
+    averaged = content["run"].get("average", {}).get("weights", {})
+    return {key: content[key] for key in content if key != "run"} | {"model": {**content["model"], **averaged}}
 
 
 def on_host(value: Any, copies: dict[tuple, Tensor] | None = None) -> Any:
@@ -87,6 +93,8 @@ def refuse_what_is_not_finite(content: Mapping[str, Any]) -> None:
     """Raises ValueError for weights, or what the optimizer keeps of them, that a run could not go on with."""
     optimizer = content.get("run", {}).get("optimizer", {}).get("state", {})
     kept = {f"{key} of {name}": value for name, state in optimizer.items() for key, value in state.items()}
+    average = content.get("run", {}).get("average", {}).get("weights", {})
+    kept |= {f"average of {name}": value for name, value in average.items()}
     for name, value in {**content["model"], **kept}.items():
         if isinstance(value, Tensor) and value.is_floating_point() and not torch.isfinite(value).all():
             raise ValueError(

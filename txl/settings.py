@@ -2,12 +2,13 @@
 whether the values are allowed. No torch is needed here."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 TRAINED = "trained"  # in place of a value: what the run was trained with
 Trained = Literal["trained"]
 Precision = Literal["fp32", "bf16", "fp16"]
+NO_AVERAGE = {"_target_": "txl.averaging.NoAverage"}
 
 
 def _at_least(settings: Any, smallest: int, *names: str) -> None:
@@ -49,6 +50,7 @@ class Train:
     batch_size: int
     accumulate: int
     clip: float | int | None
+    loss: Literal["full", "half"] = "full"  # a checkpoint of before there was the key lacks it
     on_nonfinite: Literal["stop", "skip"]
     max_bad_updates: int
     log_every: int
@@ -67,6 +69,7 @@ class Train:
     model: dict
     optimizer: dict
     schedule: dict
+    average: dict = field(default_factory=NO_AVERAGE.copy)  # a checkpoint of before there was the key lacks it
     tracker: dict
     eval: dict
     sample: dict
@@ -84,11 +87,16 @@ class Train:
         self.check_division(self.processes)
         if self.sharding == "full" and (self.compile or self.precision == "fp16"):
             raise ValueError("sharding: full takes neither compile=true nor precision=fp16; bf16 needs no scaler")
+        if self.sharding == "full" and self.average != NO_AVERAGE:
+            raise ValueError("average: must be none with sharding=full, where no process holds the whole weights")
+        start = self.average.get("start")
+        if isinstance(start, int) and start > self.steps:
+            raise ValueError(f"average.start: must be at most steps, {self.steps}; got {start}")
         if self.clip is not None and not self.clip > 0:
             raise ValueError(f"clip: must be above 0, or null for no clipping; got {self.clip}")
         if not self.name or self.name[0] == "." or any(character in self.name for character in "/\\=\0\n"):
             raise ValueError(f"name: must be a plain folder name, got {self.name!r}")
-        for group in ("data", "model", "optimizer", "schedule", "tracker", "eval", "sample"):
+        for group in ("data", "model", "optimizer", "schedule", "average", "tracker", "eval", "sample"):
             if "_target_" not in getattr(self, group):
                 raise ValueError(f"{group}._target_: missing; choose {group}=option")
         lr = self.optimizer.get("lr", "missing")

@@ -23,6 +23,8 @@ def spread(model: nn.Module, ranks: Ranks, device: torch.device, *, sharding: st
     """
     if ranks.size == 1:
         return model
+    if sharding == "full" and not model.memory.keeps_inputs:
+        raise ValueError("sharding: full does not take model/memory=compressive, which reads weights of the layers")
     if sharding == "none":
         devices = [device] if device.type == "cuda" else None
         return DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True)

@@ -10,6 +10,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from txl import fitting
+from txl.averaging import Average, NoAverage
 from txl.data.streams import Lanes, Prefetched, Segment
 from txl.ranks import ALONE, Ranks
 from txl.runtime import autocast, to_device
@@ -28,6 +29,7 @@ class Run:
     scaler: torch.amp.GradScaler
     replica: nn.Module | None = None  # what is called in place of the model, see `txl.sharding`
     ranks: Ranks = ALONE
+    average: Average = field(default_factory=lambda: Average(rule=NoAverage()))  # what figures are of
     mems: list[Tensor] | None = None  # carried from each segment to the next, of this process's lanes
     step: int = 0  # updates done
     tokens: int = 0  # targets seen, of all lanes
@@ -109,6 +111,7 @@ class Run:
             "scaler": self.scaler.state_dict(),
             "mems": None if self.mems is None else [self.ranks.whole_batch(memory) for memory in self.mems],
             "rng": self.ranks.gather(rng),
+            **({"average": self.average.state_dict(self.model)} if self.average.count else {}),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -127,6 +130,7 @@ class Run:
         optimizer = fitting.optimizer(self.model, self.optimizer, state.get("optimizer"))
         mems = fitting.mems(self.model, self.lanes, state.get("mems"), self.ranks.share(self.lanes.batch_size))
         rng = fitting.rng(state.get("rng"), self.ranks.rank)
+        average = fitting.average(self.model, state.get("average"))
         settings = [{key: group[key] for key in group if key != "params"} for group in self.optimizer.param_groups]
         try:
             self.lanes.load_state_dict(state["lanes"])
@@ -142,6 +146,7 @@ class Run:
         for name in self.PLAIN:
             setattr(self, name, state[name])
         self.mems = None if mems is None else [memory.to(self.device) for memory in mems]
+        self.average.load_state_dict(average, self.model)
         if rng is not None:
             torch.set_rng_state(rng["cpu"])
             if self.device.type == "cuda" and rng["device"] is not None:
@@ -181,13 +186,15 @@ def updates(
     accumulate: int = 1,
     on_nonfinite: str = "stop",
     max_bad_updates: int = 0,
+    scored: str = "full",
     wait: bool | None = None,
 ) -> Iterator[Update]:
     """Trains until `steps` updates are done, one update each time round.
 
     Each reads the next segment of every lane with the memory carried in, follows the gradient of the mean nll, clipped
     to the global norm `clip`, and carries the memory out; where the lanes begin again, the memory begins empty. The lanes
-    are read in `accumulate` chunks, one after the other, whose gradients add up to that of all.
+    are read in `accumulate` chunks, one after the other, whose gradients add up to that of all. Where `half` is `scored`, the
+    nll is that of the recent half of each segment.
 
     A loss or gradient that is not finite never reaches the weights. With `stop` Diverged is raised, before the optimizer
     sees it, if it can `wait` for each update's figures: by default on a CPU. Elsewhere nothing is waited for: the optimizer
@@ -206,7 +213,8 @@ def updates(
         for group in run.optimizer.param_groups:
             group["lr"] = rate
         run.optimizer.zero_grad(set_to_none=True)
-        loss, mems = backward(run, segment, None if segment.begins else run.mems, accumulate, precision)
+        mems = None if segment.begins else run.mems
+        loss, mems = backward(run, segment, mems, accumulate, precision, scored)
         run.scaler.unscale_(run.optimizer)
         norm = gradient_norm(parameters, math.inf if clip is None else clip)
         figures = torch.stack([run.ranks.mean_(loss), norm])
@@ -245,20 +253,26 @@ def updates(
             continue
         overflows = 0
         run.step, run.tokens = run.step + 1, run.tokens + n_token
+        run.average.update(run.model, run.step)
         yield update
 
 
+def recent_half(nll: Float[Tensor, "b i"]) -> Float[Tensor, "b i2"]:
+    """The nll of the tokens that have at least half of their segment before them (Dai et al. 2019, section 4.2, "half" losses)."""
+    return nll[:, nll.shape[1] // 2 :]
+
+
 def backward(
-    run: Run, segment: Segment, mems: list[Tensor] | None, accumulate: int, precision: str
+    run: Run, segment: Segment, mems: list[Tensor] | None, accumulate: int, precision: str, scored: str = "full"
 ) -> tuple[Float[Tensor, ""], list[Tensor]]:
     """Adds up the gradient of the mean nll, chunk of lanes by chunk of lanes, each with its own memory.
 
-        grad L = sum_c grad (mean nll of chunk c) / accumulate
+        grad L = sum_c grad (mean nll of chunk c + what the memory learns by) / accumulate
 
-    Processes exchange their gradients during the last chunk. Returns the mean nll of this process's lanes, in nats, and
+    The second part is there only for a memory that learns (`CompressiveMemory.reconstruction`). Processes exchange their gradients during the last chunk. Returns the mean nll of this process's lanes, in nats, and
     the new memory.
     """
-    replica, n_lane = run.replica or run.model, len(segment.tokens)
+    replica, n_lane, learns = run.replica or run.model, len(segment.tokens), run.model.memory.learns
     loss, kept = 0.0, []
     for chunk in range(accumulate):
         lanes = slice(chunk * n_lane // accumulate, (chunk + 1) * n_lane // accumulate)
@@ -266,9 +280,10 @@ def backward(
         carried = None if mems is None else [memory[lanes] for memory in mems]
         with exchanging(replica, chunk == accumulate - 1):
             with autocast(run.device, precision):  # the model moves the tokens itself
-                nll, new = replica(segment.tokens[lanes], carried, segment.targets[lanes], starts=starts)
-            part = nll.mean() / accumulate
-            run.scaler.scale(part).backward()
+                made = (segment.tokens[lanes], carried, segment.targets[lanes])
+                nll, new, *auxiliary = replica(*made, starts=starts, with_auxiliary=learns)
+            part = (nll if scored == "full" else recent_half(nll)).mean() / accumulate
+            run.scaler.scale(part + sum(auxiliary) / accumulate if learns else part).backward()
         loss = loss + part.detach()
         kept.append(new)
     average_the_rest(replica, run.ranks)

@@ -12,8 +12,11 @@
 | crit.out_projs.c                     | softmax.out_projs.c                     |
 | crit.cluster_weight, cluster_bias    | softmax.cluster_weight, cluster_bias    |
 | layers.l.dec_attn.qkv_net.weight     | layers.l.attention.q_net and kv_net     |
+| layers.l.dec_attn.q_net, kv_net      | the same, in attn_type 2 and 3          |
 | layers.l.dec_attn.r_net.weight       | layers.l.attention.position.r_net       |
 | r_w_bias, r_r_bias (u, v)            | position.r_w_bias, r_r_bias of all layers |
+| r_w_bias, r_emb, r_bias (attn_type 1) | position.r_w_bias, r_emb, r_bias, layer by layer |
+| r_emb (attn_type 3)                  | position.r_emb, layer by layer          |
 | layers.l.dec_attn.layer_norm         | layers.l.attention_norm                 |
 | layers.l.pos_ff.CoreNet.0, .3        | layers.l.feedforward.inner, outer       |
 | layers.l.pos_ff.layer_norm           | layers.l.feedforward_norm               |
@@ -30,12 +33,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from txl.layers.feedforward import ACTIVATIONS
 from txl.layers.memory import NoMemory, SegmentMemory
-from txl.layers.position import RelativePosition
+from txl.layers.position import AbsolutePosition, AbsolutePositionPerLayer, RelativePosition, ShawPosition
 from txl.layers.softmax import AdaptiveSoftmax, FullSoftmax
 from txl.model import TransformerXL
 
 IGNORED = {"pos_emb.inv_freq"}
+SCHEMES = {0: RelativePosition, 1: ShawPosition, 2: AbsolutePosition, 3: AbsolutePositionPerLayer}  # by attn_type
 SIZES = ("n_token", "n_layer", "n_head", "d_model", "d_head", "d_inner")
 
 
@@ -52,19 +57,35 @@ def _softmax(flags: Mapping[str, Any]) -> Callable[..., nn.Module]:
     return partial(FullSoftmax, tie_projs=tied[0])
 
 
+def _position(flags: Mapping[str, Any], mem_len: int) -> Callable[..., nn.Module]:
+    attn_type, clamp_len = flags.get("attn_type", 0), flags.get("clamp_len", -1)
+    if attn_type not in SCHEMES:
+        raise ValueError(f"flags: attn_type={attn_type} is not supported; only 0, 1, 2 and 3 are")
+    if attn_type in (2, 3) and flags.get("pre_lnorm"):
+        raise ValueError("flags: pre_lnorm with attn_type 2 or 3 is not supported: theirs leaves queries without a norm")
+    scheme = SCHEMES[attn_type]
+    if attn_type == 0:
+        return partial(scheme, clamp_len=clamp_len if clamp_len is not None and clamp_len > 0 else None)
+    if attn_type == 2:
+        return scheme
+    if flags.get("tgt_len") is None:
+        raise ValueError("flags: tgt_len missing; with attn_type 1 and 3 tgt_len + mem_len rows are learned")
+    return partial(scheme, max_klen=flags["tgt_len"] + mem_len)
+
+
 def _build(flags: Mapping[str, Any]) -> TransformerXL:
     missing = [name for name in SIZES if flags.get(name) is None]
     if missing:
         raise ValueError(f"flags: {', '.join(missing)} missing")
-    for name, only in {"attn_type": 0, "ext_len": 0, "sample_softmax": -1}.items():
+    for name, only in {"ext_len": 0, "sample_softmax": -1}.items():
         if flags.get(name, only) != only:
             raise ValueError(f"flags: {name}={flags[name]} is not supported; only {only} is")
-    mem_len, clamp_len = flags.get("mem_len") or 0, flags.get("clamp_len", -1)
+    mem_len = flags.get("mem_len") or 0
     return TransformerXL(
         **{name: int(flags[name]) for name in SIZES},
         d_embed=flags.get("d_embed"),
         memory=SegmentMemory(mem_len=mem_len) if mem_len > 0 else NoMemory(),
-        position=partial(RelativePosition, clamp_len=clamp_len if clamp_len is not None and clamp_len > 0 else None),
+        position=_position(flags, mem_len),
         softmax=_softmax(flags),
         dropout=flags.get("dropout", 0.0),
         dropatt=flags.get("dropatt", 0.0),
@@ -101,16 +122,21 @@ def _softmax_correspondence(softmax: nn.Module) -> dict[str, list[Tensor]]:
 
 def _correspondence(model: TransformerXL) -> dict[str, list[Tensor]]:
     """For each of the authors' names, our parameters that, one below the other, make it."""
-    names = _softmax_correspondence(model.softmax)
-    first = model.layers[0].attention.position
-    untie_r = any(layer.attention.position.r_w_bias is not first.r_w_bias for layer in model.layers)
-    if not untie_r:
+    names, first = _softmax_correspondence(model.softmax), model.position
+    positions = [layer.attention.position for layer in model.layers]
+    relative, n_head = isinstance(first, RelativePosition), model.layers[0].attention.n_head
+    untie_r = relative and any(position.r_w_bias is not first.r_w_bias for position in positions)
+    if relative and not untie_r:
         names["r_w_bias"], names["r_r_bias"] = [first.r_w_bias], [first.r_r_bias]
+    if isinstance(first, ShawPosition):  # one tensor of theirs holds all layers
+        names |= {
+            name: [getattr(position, name)[None] for position in positions] for name in ("r_w_bias", "r_emb", "r_bias")
+        }
+    if isinstance(first, AbsolutePositionPerLayer):
+        names["r_emb"] = [position.r_emb.unflatten(1, (n_head, -1))[None] for position in positions]
     for index, layer in enumerate(model.layers):
         attention, feedforward = layer.attention, layer.feedforward
         ours = {
-            "dec_attn.qkv_net.weight": [attention.q_net.weight, attention.kv_net.weight],
-            "dec_attn.r_net.weight": [attention.position.r_net.weight],
             "dec_attn.o_net.weight": [attention.o_net.weight],
             "dec_attn.layer_norm.weight": [layer.attention_norm.weight],
             "dec_attn.layer_norm.bias": [layer.attention_norm.bias],
@@ -121,6 +147,13 @@ def _correspondence(model: TransformerXL) -> dict[str, list[Tensor]]:
             "pos_ff.layer_norm.weight": [layer.feedforward_norm.weight],
             "pos_ff.layer_norm.bias": [layer.feedforward_norm.bias],
         }
+        if isinstance(first, (RelativePosition, ShawPosition)):
+            ours["dec_attn.qkv_net.weight"] = [attention.q_net.weight, attention.kv_net.weight]
+        else:
+            ours["dec_attn.q_net.weight"] = [attention.q_net.weight]
+            ours["dec_attn.kv_net.weight"] = [attention.kv_net.weight]
+        if relative:
+            ours["dec_attn.r_net.weight"] = [attention.position.r_net.weight]
         if untie_r:
             ours["dec_attn.r_w_bias"] = [attention.position.r_w_bias]
             ours["dec_attn.r_r_bias"] = [attention.position.r_r_bias]
@@ -166,19 +199,21 @@ def from_original(state_dict: Mapping[str, Tensor], flags: Mapping[str, Any]) ->
 def to_original(model: TransformerXL) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The model's parameters under the authors' names, and the arguments of their `MemTransformerLM`: undoes `from_original`.
 
-    The tensors are copies. What the model does not hold (`tgt_len`) is not among the flags.
+    The tensors are copies. What the model does not hold (`tgt_len`) is not among the flags, but where rows of a table are
+    tgt_len + mem_len. Raises ValueError for what the authors' code lacks.
     """
+    _refuse_what_they_lack(model)
     state = {name: torch.cat(list(parts)).clone() for name, parts in _correspondence(model).items()}
-    layer, softmax, position = model.layers[0], model.softmax, model.layers[0].attention.position
+    layer, softmax, position = model.layers[0], model.softmax, model.position
     adaptive = isinstance(softmax, AdaptiveSoftmax)
     tables = list(softmax.weights) if adaptive else [softmax.weight]
     clamp_len, mem_len = position.clamp_len, model.memory.mem_len
     flags = {
         "n_token": sum(map(len, tables)),
         "n_layer": len(model.layers),
-        "n_head": position.n_head,
-        "d_model": position.d_model,
-        "d_head": position.r_w_bias.shape[1],
+        "n_head": layer.attention.n_head,
+        "d_model": layer.attention.q_net.in_features,
+        "d_head": layer.attention.q_net.out_features // layer.attention.n_head,
         "d_inner": layer.feedforward.inner.out_features,
         "d_embed": tables[0].shape[1],
         "dropout": model.dropout.p,
@@ -187,13 +222,29 @@ def to_original(model: TransformerXL) -> tuple[dict[str, Tensor], dict[str, Any]
         "tie_projs": list(softmax.tie_projs) if adaptive else [softmax.tie_projs],
         "cutoffs": list(softmax.cutoffs) if adaptive else [],
         "div_val": softmax.div_val if adaptive else 1,
-        "attn_type": 0,
+        "attn_type": next(number for number, scheme in SCHEMES.items() if type(position) is scheme),
         "ext_len": 0,
         "pre_lnorm": layer.pre_norm,
         "same_length": model.same_length,
         "mem_len": 0 if mem_len is None else mem_len,
         "clamp_len": -1 if clamp_len is None else clamp_len,
     }
-    if "r_w_bias" not in state:
+    if isinstance(position, RelativePosition) and "r_w_bias" not in state:
         flags["untie_r"] = True
+    if isinstance(position, (ShawPosition, AbsolutePositionPerLayer)):
+        flags["tgt_len"] = len(position.r_emb) - (mem_len or 0)
     return state, flags
+
+
+def _refuse_what_they_lack(model: TransformerXL) -> None:
+    position, layer = model.position, model.layers[0]
+    if type(position) not in SCHEMES.values():
+        raise ValueError(f"model.position: the authors' code has no {type(position).__name__}")
+    if isinstance(position, ShawPosition) and position.clamp_len is not None:
+        raise ValueError("model.position.clamp_len: the authors' attn_type 1 has none")
+    if not model.memory.keeps_inputs:
+        raise ValueError("model.memory: the authors' code has no compressive memory")
+    if layer.feedforward.activation is not ACTIVATIONS["relu"]:
+        raise ValueError("model.activation: the authors' code has relu alone")
+    if layer.pre_norm and isinstance(position, (AbsolutePosition, AbsolutePositionPerLayer)):
+        raise ValueError("model.pre_norm: with absolute positions the authors' code leaves queries without a norm")
