@@ -3,18 +3,21 @@
 python evaluate.py checkpoint=outputs/python_docs/default split=test
 python evaluate.py checkpoint=RUN mem_len=512 same_length=true     read with another memory than in training
 python evaluate.py checkpoint=RUN data.test=other.txt              score another text
+python evaluate.py checkpoint=RUN measure=context                  ask something else: README has a list
 """
 
 import json
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from txl import config as hydra_config
-from txl.settings import TRAINED
 from txl.signals import StopSignals, leave
 
 if TYPE_CHECKING:
     from txl.ranks import Ranks
+
+FIGURE = "txl.settings.Figure"  # what is measured where nothing else is asked for
 
 
 @hydra_config.entry_point("evaluate")
@@ -39,61 +42,46 @@ def main(cfg) -> dict:
 
 
 def prepare(cfg) -> dict:
-    """What is asked for, as plain values."""
+    """What is asked for, as plain values; `measured_by` are the overrides that chose the measure."""
     hydra_config.check(cfg)
-    return hydra_config.plain(cfg)
+    overrides = hydra_config.task_overrides() or []
+    return {**hydra_config.plain(cfg), "measured_by": [one for one in overrides if re.match(r"\+*measure\b", one)]}
 
 
 def work(asked: dict, ranks: "Ranks", stop: StopSignals) -> dict:
-    """One process's part in the figure."""
-    from txl import checkpoint, runs, tracking
+    """One process's part in the figure, or another measurement, which takes one process."""
+    from txl import runs, tracking
     from txl.evaluation import evaluate
-    from txl.runtime import choose_device, memory_named, write_json
+    from txl.instruments.subject import Subject, other_text
+    from txl.runtime import memory_named, write_json
 
-    name = asked["split"]
-    path = checkpoint.locate(asked["checkpoint"])
-    content = checkpoint.load(path)
-    trained = content["config"]
-
-    def setting(key: str, of_run):
-        return of_run if asked[key] == TRAINED else asked[key]
-
-    other = {key: value for key, value in asked["data"].items() if key != "_target_" and value != TRAINED}
-    data = runs.other_text(trained["data"], other, name)
-    vocab = checkpoint.vocabulary(content)
-    corpus = checkpoint.construct(data, cache_dir=asked["cache_dir"])  # never a folder that a checkpoint names
-    with ranks.main_first():
-        split = corpus.split(name, vocab)
-    if not other and corpus.text_hash(name) != content["texts"].get(name):
-        ranks.say(f"warning: the text of split={name} is not the one of the run's time")
-
-    out = path.parent / "evaluate" / runs.evaluation_name(path, asked, other)
-    out = Path(asked["out"]) if asked["out"] is not None else out
+    subject = Subject.of(asked, ranks)
+    plain = asked["measure"]["_target_"] == FIGURE
+    named = [] if plain else asked["measured_by"] or [f"measure={runs.short_hash(asked['measure'])}"]
+    name = runs.evaluation_name(subject.path, asked, other_text(asked), named)
+    out = subject.path.parent / "evaluate" / name if asked["out"] is None else Path(asked["out"])
     if ranks.main:
         runs.make(out.parent, "out: the figure's folder (out=FILE names another)")
     if out.is_dir():
         raise ValueError(f"out: {out} is a folder")
-
-    reading = {key: asked[key] for key in ("mem_len", "clamp_len", "same_length")}
-    model_config = checkpoint.model_config(trained["model"], **reading)
-    device = choose_device(asked["device"], ranks.local if ranks.size > 1 else None)
-    trained_tgt_len = trained["tgt_len"] if trained["eval"]["tgt_len"] == TRAINED else trained["eval"]["tgt_len"]
     with memory_named("tgt_len", "batch_size", "mem_len"):
-        model = checkpoint.load_model(content, model_config).to(device)
-        if asked["compile"]:
-            model.compile_layers()
+        if not plain:
+            from txl.instruments.taking import take
+
+            stop.go_on()
+            return take(hydra_config.build(asked["measure"]), subject, out, received=lambda: stop.received)
         figure = evaluate(
-            model,
-            split,
-            tgt_len=setting("tgt_len", trained_tgt_len),
-            batch_size=setting("batch_size", trained["eval"]["batch_size"]),
-            precision=setting("precision", trained["precision"]),
+            subject.model(),
+            subject.split,
+            tgt_len=subject.tgt_len,
+            batch_size=subject.batch_size,
+            precision=subject.precision,
             ranks=ranks,
         )
     if ranks.main:
         write_json(out, figure)
         print(json.dumps(figure), flush=True)
-        tracking.figures_table({name: figure}, stderr=True)
+        tracking.figures_table({asked["split"]: figure}, stderr=True)
         ranks.say(f"written to {out}")
     return figure
 

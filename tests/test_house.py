@@ -9,12 +9,13 @@ from conftest import ROOT
 ORDER = [
     ["txl.signature", "txl.signals", "txl.settings", "txl.tiles", "txl.ops", "txl.losses"],
     ["txl.layers"],
-    ["txl.model"],
+    ["txl.model", "txl.transformer"],
     ["txl.data", "txl.optim", "txl.averaging", "txl.runtime", "txl.ranks", "txl.sharding"],
     ["txl.evaluation", "txl.generation", "txl.archive", "txl.checkpoint", "txl.saver", "txl.tracking"],
     ["txl.fitting"],
     ["txl.training"],
     ["txl.runs", "txl.resuming", "txl.report", "txl.figures"],
+    ["txl.instruments"],
 ]
 
 
@@ -60,6 +61,6 @@ def test_the_model_needs_nothing_but_torch_einops_and_jaxtyping():
         "        if name.split('.')[0] in {'hydra', 'omegaconf', 'rich', 'matplotlib', 'wandb', 'safetensors', 'yaml'}:\n"
         "            raise ImportError(name)\n"
         "sys.meta_path.insert(0, Refuse())\n"
-        "import txl.ops, txl.model, txl.layers.memory, txl.layers.position, txl.layers.softmax\n"
+        "import txl.ops, txl.model, txl.transformer, txl.layers.memory, txl.layers.position, txl.layers.softmax\n"
     )
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=120)

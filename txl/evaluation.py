@@ -1,14 +1,16 @@
 """Evaluation: the nll of a split, every token but its first scored exactly once."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from txl.data.encoding import Split
-from txl.data.streams import ScoredLane, scoring_segments
+from txl.data.streams import ScoredLane, ScoredSegment, scoring_segments
 from txl.data.vocab import BPE
 from txl.model import TransformerXL
 from txl.ranks import ALONE, Ranks
@@ -80,7 +82,23 @@ def _up(number: int, step: int) -> int:
     return -(-number // step) * step
 
 
-@torch.inference_mode()
+def losses(
+    model: TransformerXL, split: Split, read: Plan, *, stair: int, precision: str = "fp32"
+) -> Iterator[tuple[ScoredSegment, Float[Tensor, "b i"]]]:
+    """Reads a split segment by segment: each segment, and the nll of its targets in nats, on the model's device.
+
+    Keys and values are kept from segment to segment, where they last. The model is to be in eval mode.
+    """
+    device = next(model.parameters()).device
+    reader = reader_of(model, reach=reach_of(model), room=read.length, tgt_len=stair)
+    for segment in scoring_segments(split.tokens, read.lanes, length=read.length, borders=split.borders):
+        starts = None if segment.starts is None else to_device(segment.starts, device)
+        with torch.inference_mode(), autocast(device, precision):
+            hidden = reader.read(segment.tokens, starts=starts, stair=stair)
+            nll = model.softmax.nll(hidden, segment.targets)
+        yield segment, nll
+
+
 def total_nll(
     model: TransformerXL,
     split: Split,
@@ -92,22 +110,16 @@ def total_nll(
 ) -> tuple[float, int]:
     """The sum of the nll in nats (added up in float64) and the number of tokens that it is of.
 
-    Keys and values are kept from segment to segment; the host waits for the device once, at the end. Ends early once it is
-    `interrupted`.
+    The host waits for the device once, at the end. Ends early once it is `interrupted`.
     """
     device = next(model.parameters()).device
     was_training = model.training
     model.eval()
-    reader = reader_of(model, reach=reach_of(model), room=read.length, tgt_len=stair)
     adds_doubles = device.type != "mps"
     totals, n_token = torch.zeros((), dtype=torch.float64, device=device if adds_doubles else "cpu"), 0
-    for segment in scoring_segments(split.tokens, read.lanes, length=read.length, borders=split.borders):
-        if interrupted():
-            break
-        starts = None if segment.starts is None else to_device(segment.starts, device)
-        with autocast(device, precision):
-            hidden = reader.read(segment.tokens, starts=starts, stair=stair)
-            nll = model.softmax.nll(hidden, segment.targets)
+    found = losses(model, split, read, stair=stair, precision=precision)
+    while not interrupted() and (pair := next(found, None)) is not None:
+        segment, nll = pair
         nll = nll.double() if adds_doubles else nll.cpu().double()
         totals += nll.where(to_device(segment.scored, nll.device), 0.0).sum()
         n_token += int(segment.scored.sum())

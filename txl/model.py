@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from txl.layers.attention import Attention
 from txl.layers.dropout import variational_dropout, word_dropout
 from txl.layers.feedforward import FeedForward
+from txl.layers.residual import added, normed
 
 
 class DecoderLayer(nn.Module):
@@ -30,7 +31,7 @@ class DecoderLayer(nn.Module):
 
     def normed(self, rows: Float[Tensor, "b j m"]) -> Float[Tensor, "b j m"]:
         """Rows of the segment or the memory as attention takes them."""
-        return self.attention_norm(rows) if self.pre_norm else rows
+        return normed(rows, self.attention_norm, self.pre_norm)
 
     def forward(
         self,
@@ -62,11 +63,10 @@ class DecoderLayer(nn.Module):
         stair: int = 1,
     ) -> Float[Tensor, "b i m"]:
         """The layer itself, given the keys and values of memory and segment; `segment` is `hidden` as `normed` returns it."""
-        hidden = hidden + self.dropped(self.attention(segment, keys_values, r, documents, reach=reach, stair=stair))
-        if self.pre_norm:
-            return hidden + self.dropped(self.feedforward(self.feedforward_norm(hidden)))
-        hidden = self.attention_norm(hidden)
-        return self.feedforward_norm(hidden + self.dropped(self.feedforward(hidden)))
+        update = self.attention(segment, keys_values, r, documents, reach=reach, stair=stair)
+        hidden = added(hidden, self.dropped(update), self.attention_norm, self.pre_norm)
+        update = self.feedforward(normed(hidden, self.feedforward_norm, self.pre_norm))
+        return added(hidden, self.dropped(update), self.feedforward_norm, self.pre_norm)
 
     def dropped(self, rows: Float[Tensor, "b i m"]) -> Float[Tensor, "b i m"]:
         """What dropout leaves; where one token is read at a time, even asking a module for nothing costs."""

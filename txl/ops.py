@@ -1,14 +1,14 @@
-"""The pure functions under the model: sinusoids, the relative shift, the mask, attention by tiles."""
+"""The pure functions under the model: sinusoids, the relative shift, the masks, attention by tiles."""
 
 from functools import lru_cache
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from txl.tiles import EagerAttention, Tiles, as_autocast, draw_seed, hidden_keys, one_query, relative_shift
 
-__all__ = ["attention", "distance_encoding", "hidden_keys", "relative_shift", "sinusoids"]
+__all__ = ["attention", "distance_encoding", "hidden_keys", "masked_softmax", "relative_shift", "sinusoids"]
 
 
 def sinusoids(distances: Float[Tensor, "r"], d_model: int) -> Float[Tensor, "r m"]:
@@ -43,6 +43,21 @@ def distance_encoding(
         return sinusoids(distances, d_model).to(dtype).to(device)
     size = 1 << (n_key - 1).bit_length()
     return _cached_encoding(size, d_model, clamp_len, dtype, device)[size - n_key :]
+
+
+def masked_softmax(scores: Float[Tensor, "*lead i j"], keep: Bool[Tensor, "..."] | None) -> Float[Tensor, "*lead i j"]:
+    """Attention weights over the keys that `keep`, which broadcasts to the scores, is true for (Vaswani et al. 2017, section 3.2.3).
+
+        weights[i, j] = keep[i, j] exp(scores[i, j]) / sum_k keep[i, k] exp(scores[i, k])
+
+    Taken in float32 at the least. Where a row keeps no key, all its weights are zero, and so are their gradients.
+    """
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    if keep is None:
+        return scores.softmax(dim=-1)
+    # the least number instead of -inf: a row of -inf alone would become not-a-number, and its gradient too
+    weights = scores.masked_fill(~keep, torch.finfo(scores.dtype).min).softmax(dim=-1)
+    return weights.masked_fill(~keep, 0.0)
 
 
 def attention(

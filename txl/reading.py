@@ -188,9 +188,7 @@ class Segments:
             states.append(self._segment(tokens[:, segment], marks))
         return torch.cat(states, dim=1)
 
-    def _segment(
-        self, tokens: Int[Tensor, "b i"], starts: Bool[Tensor, "b i"] | None
-    ) -> Float[Tensor, "b i m"]:
+    def _segment(self, tokens: Int[Tensor, "b i"], starts: Bool[Tensor, "b i"] | None) -> Float[Tensor, "b i m"]:
         n_token, lacking = tokens.shape[1], self.tgt_len - tokens.shape[1]
         if lacking and not self.model.position.by_distance:
             tokens = torch.nn.functional.pad(tokens, (0, lacking))

@@ -36,7 +36,11 @@ REFUSED = {
     "model.init_std": "the weights are the run's own",
     "model.proj_init_std": "the weights are the run's own",
 }  # on resume; FREE changes at any start, and all else with resume=RUN KEY=VALUE, which lists it
-ADDED = {"average": NO_AVERAGE}  # what the runs did whose folders lack a key that came later
+ADDED = {  # what the runs did whose folders lack a key that came later
+    "average": NO_AVERAGE,
+    "loss": "full",
+    "model": {"dropoute": 0.0, "dropouti": None, "dropouto": None, "wdrop": 0.0},
+}
 ASKED_CODE = re.compile(r"(^|[.{,\s])(_target_|_partial_|hydra)\b|\$\{[^}]*:")
 FIGURES_ONLY = ("eval.", "sample.", "steps:", "keep_last:", "requeue:")  # what a run without updates left may change
 
@@ -66,7 +70,7 @@ def flat(config: Any, path: str = "") -> dict[str, Any]:
 
 def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """The old and the new value of each key that differs, leaving out the keys that change no figure."""
-    old, new = flat({**ADDED, **before}), flat(after)
+    old, new = {**flat(ADDED), **flat(before)}, flat(after)
     keys = sorted(key for key in old.keys() | new.keys() if key_of(key) not in FREE)
     return {key: (old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)}
 

@@ -169,12 +169,18 @@ def other_text(data: Mapping[str, Any], asked: Mapping[str, Any], split: str) ->
     return {**base, **asked, **files, "_target_": "txl.data.corpus.text_files"}
 
 
-def evaluation_name(path: Path, asked: Mapping[str, Any], other: Mapping[str, Any]) -> str:
-    """<split>-<slug of the settings>.json: `default` for a run's best.pt read as it was trained."""
+def evaluation_name(
+    path: Path, asked: Mapping[str, Any], other: Mapping[str, Any], measure: list[str] | None = None
+) -> str:
+    """<split>-<slug of the settings>.json: `default` for a run's best.pt read as it was trained.
+
+    `measure` are the overrides that chose another measure than the figure; a slug of them follows.
+    """
     names = ("tgt_len", "mem_len", "clamp_len", "same_length", "batch_size", "precision")
     settings = {name: asked[name] for name in names if asked[name] != TRAINED}
     settings |= {f"data.{key}": value for key, value in other.items()}
     if path.name != "best.pt":
         settings["checkpoint"] = path.stem
     words = (value if isinstance(value, str) else json.dumps(value) for value in settings.values())
-    return f"{asked['split']}-{slug([f'{key}={word}' for key, word in zip(settings, words, strict=True)])}.json"
+    name = f"{asked['split']}-{slug([f'{key}={word}' for key, word in zip(settings, words, strict=True)])}"
+    return f"{name}_{slug(measure)}.json" if measure else f"{name}.json"

@@ -135,6 +135,11 @@ class OtherText:
 
 
 @dataclass(kw_only=True, frozen=True)
+class Figure:
+    """`measure=figure`: the plain figure of the split. All other measures are in `txl.instruments`."""
+
+
+@dataclass(kw_only=True, frozen=True)
 class Evaluate:
     """The root of evaluate.yaml."""
 
@@ -151,10 +156,13 @@ class Evaluate:
     compile: bool
     processes: int
     cache_dir: str | None
+    measure: dict
     data: dict
 
     def __post_init__(self):
         _at_least(self, 1, "tgt_len", "mem_len", "clamp_len", "batch_size", "processes")
+        if self.measure.get("_target_") != "txl.settings.Figure" and self.processes > 1:
+            raise ValueError("processes: must be 1, since this measure is taken by one process")
 
 
 @dataclass(kw_only=True, frozen=True)

@@ -215,11 +215,15 @@ class ScoredLane:
 
 @dataclass(frozen=True)
 class ScoredSegment:
-    """A segment of an evaluation; `scored` is false where a lane is only warmed, and on what fills up lanes that have ended."""
+    """A segment of an evaluation; `scored` is false where a lane is only warmed, and on what fills up lanes that have ended.
+
+    `places` are those of the inputs in the split; the target of each stands one further.
+    """
 
     tokens: Int[Tensor, "b i"]
     targets: Int[Tensor, "b i"]
     scored: Bool[Tensor, "b i"]
+    places: Int[Tensor, "b i"]
     starts: Bool[Tensor, "b i"] | None = None
 
 
@@ -240,5 +244,6 @@ def scoring_segments(
             tokens=both[:, :-1],
             targets=both[:, 1:],
             scored=torch.from_numpy(scored),
+            places=torch.from_numpy(place),
             starts=marked(borders, places, size),
         )

@@ -62,7 +62,9 @@ def _position(flags: Mapping[str, Any], mem_len: int) -> Callable[..., nn.Module
     if attn_type not in SCHEMES:
         raise ValueError(f"flags: attn_type={attn_type} is not supported; only 0, 1, 2 and 3 are")
     if attn_type in (2, 3) and flags.get("pre_lnorm"):
-        raise ValueError("flags: pre_lnorm with attn_type 2 or 3 is not supported: theirs leaves queries without a norm")
+        raise ValueError(
+            "flags: pre_lnorm with attn_type 2 or 3 is not supported: theirs leaves queries without a norm"
+        )
     scheme = SCHEMES[attn_type]
     if attn_type == 0:
         return partial(scheme, clamp_len=clamp_len if clamp_len is not None and clamp_len > 0 else None)

@@ -28,9 +28,7 @@ class FeedForward(nn.Module):
     ValueError for an unknown activation.
     """
 
-    def __init__(
-        self, *, d_model: int, d_inner: int, dropout: float | int, activation: str, wdrop: float | int = 0.0
-    ):
+    def __init__(self, *, d_model: int, d_inner: int, dropout: float | int, activation: str, wdrop: float | int = 0.0):
         super().__init__()
         if activation not in ACTIVATIONS:
             raise ValueError(f"model.activation: must be one of {', '.join(ACTIVATIONS)}; got {activation!r}")

@@ -49,7 +49,10 @@ class Position(nn.Module):
     def forward(
         self, q: Float[Tensor, "h b i d"], k: Float[Tensor, "h b j d"], r: Float[Tensor, "n r e2"]
     ) -> tuple[
-        Float[Tensor, "h b i d"], Float[Tensor, "h b j d"], Float[Tensor, "h b i e"] | None, Float[Tensor, "h r e"] | None
+        Float[Tensor, "h b i d"],
+        Float[Tensor, "h b j d"],
+        Float[Tensor, "h b i e"] | None,
+        Float[Tensor, "h r e"] | None,
     ]:
         """Query and key of the first product of `txl.ops.attention`, and by_distance and r of the second; scaled."""
         return q * self.scale, k, None, None
@@ -258,7 +261,9 @@ class ALiBiPosition(Position):
 
     def encode(self, n_key: int, like: Tensor) -> Float[Tensor, "r one"]:
         """The distances themselves."""
-        distance = torch.arange(n_key - 1, -2, -1, dtype=torch.float64, device=like.device if _has_float64(like) else None)
+        distance = torch.arange(
+            n_key - 1, -2, -1, dtype=torch.float64, device=like.device if _has_float64(like) else None
+        )
         return distance.clamp(max=self.clamp_len or n_key)[:, None].to(like.device, like.dtype)
 
     def project(self, encoding: Float[Tensor, "r one"]) -> Float[Tensor, "h r one"]:
@@ -268,7 +273,9 @@ class ALiBiPosition(Position):
 
     def forward(
         self, q: Float[Tensor, "h b i d"], k: Float[Tensor, "h b j d"], r: Float[Tensor, "h r one"]
-    ) -> tuple[Float[Tensor, "h b i d"], Float[Tensor, "h b j d"], Float[Tensor, "h b i one"], Float[Tensor, "h r one"]]:
+    ) -> tuple[
+        Float[Tensor, "h b i d"], Float[Tensor, "h b j d"], Float[Tensor, "h b i one"], Float[Tensor, "h r one"]
+    ]:
         """The penalty is the same for all queries."""
         return q * self.scale, k, torch.ones_like(q[..., :1]), r
 

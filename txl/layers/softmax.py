@@ -11,6 +11,16 @@ from torch.nn import functional as F
 from txl.losses import linear_nll
 
 
+def scaled_embedding(
+    tokens: Int[Tensor, "b i"], table: Float[Tensor, "v e"], projection: Float[Tensor, "m e"] | None = None
+) -> Float[Tensor, "b i m"]:
+    """sqrt(d_model) W E[x], without W where there is no projection (Vaswani et al. 2017, section 3.4)."""
+    embedding = F.embedding(tokens.to(table.device, non_blocking=True), table)
+    if projection is not None:
+        embedding = F.linear(embedding, projection)
+    return embedding * embedding.shape[-1] ** 0.5
+
+
 class FullSoftmax(nn.Module):
     """One embedding table and one softmax over the whole vocabulary.
 
@@ -34,7 +44,6 @@ class FullSoftmax(nn.Module):
         div_val: int = 1,
     ):
         super().__init__()
-        self.scale = d_model**0.5
         self.tie_weight, self.tie_projs = tie_weight, tie_projs
         self.weight = nn.Parameter(torch.empty(n_token, d_embed))
         self.out_weight = self.weight if tie_weight else nn.Parameter(torch.empty(n_token, d_embed))
@@ -55,10 +64,7 @@ class FullSoftmax(nn.Module):
         nn.init.zeros_(self.out_bias)
 
     def embed(self, tokens: Int[Tensor, "b i"]) -> Float[Tensor, "b i m"]:
-        embedding = F.embedding(tokens.to(self.weight.device, non_blocking=True), self.weight)
-        if self.emb_proj is not None:
-            embedding = F.linear(embedding, self.emb_proj)
-        return embedding * self.scale
+        return scaled_embedding(tokens, self.weight, self.emb_proj)
 
     def project(self, hidden: Float[Tensor, "*lead m"]) -> Float[Tensor, "*lead d"]:
         """W_out h, as wide as the table."""

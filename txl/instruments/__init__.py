@@ -1,0 +1,1 @@
+"""What `evaluate.py measure=` can ask of a checkpoint, a file for each question."""

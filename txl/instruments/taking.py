@@ -1,0 +1,118 @@
+"""How a measurement is taken: with progress, until it is through or interrupted; what it has by then is kept."""
+
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.progress import Progress
+
+from txl.evaluation import losses, plan
+from txl.instruments.subject import Subject
+from txl.model import TransformerXL
+from txl.reading import stair_of
+from txl.runtime import write_json, write_whole
+from txl.signals import Stopped
+
+EVERY = 10.0  # seconds between two lines of progress where there is no terminal
+
+
+class Instrument(Protocol):
+    """What `evaluate.py measure=NAME` asks. Its keyword arguments are the keys `measure.*`."""
+
+    def run(self, subject: Subject, found: dict[str, Any], out: Path) -> Iterator[float]:
+        """Fills `found`, plain values for JSON, as it goes; yields the share that is done, at least once a second or so.
+
+        Whenever it yields, `found` is worth keeping. Files of its own stand beside `out`, under its name.
+        """
+
+    def draw(self, found: dict[str, Any], path: Path) -> None:
+        """Draws what was found so far."""
+
+    def summary(self, found: dict[str, Any]) -> dict[str, Any]:
+        """The few figures that are printed."""
+
+
+def take(instrument: Instrument, subject: Subject, out: Path, *, received: Callable[[], int | None]) -> dict[str, Any]:
+    """Runs an instrument, writes `out` (JSON) and a picture beside it, and prints the summary as a line of JSON.
+
+    Raises Stopped once a signal was received, with all that was found by then written and `complete` false.
+    """
+    found: dict[str, Any] = {"measure": type(instrument).__name__, "complete": False, **subject.settings}
+    share = 0.0
+    with shown_progress() as show:
+        for share in instrument.run(subject, found, out):
+            show(share)
+            if received() is not None:
+                break
+        else:
+            found["complete"] = True
+    write_json(out, found)
+    picture = out.with_suffix(".png")
+    instrument.draw(found, picture)
+    if not found["complete"]:
+        raise Stopped.by(received(), f"interrupted with {share:.0%} done; what there is stands in {out}")
+    print(json.dumps({"measure": found["measure"], **instrument.summary(found)}), flush=True)
+    print(f"written to {out} and {picture.name}", file=sys.stderr)
+    return found
+
+
+@contextlib.contextmanager
+def shown_progress() -> Iterator[Callable[[float], None]]:
+    """What shows a share between 0 and 1 on standard error: a bar on a terminal, elsewhere a line now and then."""
+    console = Console(stderr=True)
+    if console.is_terminal:
+        with Progress(console=console) as bar:
+            task = bar.add_task("measuring", total=1.0)
+            yield lambda share: bar.update(task, completed=share)
+        return
+    started = last = time.monotonic()
+
+    def line(share: float) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last >= EVERY:
+            last = now
+            left = (now - started) * (1 - share) / max(share, 1e-9)
+            print(f"measured {share:.0%}  ETA {left:.0f} s", file=sys.stderr, flush=True)
+
+    yield line
+
+
+@contextlib.contextmanager
+def picture(path: Path, rows: int = 1, columns: int = 1, *, size: tuple[float, float] = (8, 4)) -> Iterator[Any]:
+    """An array of axes, [rows, columns], to draw on; saved when it is left."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False)
+    try:
+        yield axes
+        write_whole(path, lambda file: figure.savefig(file, format="png", dpi=100))
+    finally:
+        pyplot.close(figure)
+
+
+def token_nll(
+    model: TransformerXL, subject: Subject, nll: np.ndarray, *, max_segments: int | None = None
+) -> Iterator[float]:
+    """Reads the split as `evaluate.py` does and writes the nll of token p + 1 (nats) to nll[p]; yields the share done.
+
+    What is not read stays what it was: not-a-number, say.
+    """
+    read = plan(model, len(nll), tgt_len=subject.tgt_len, batch_size=subject.batch_size, max_segments=max_segments)
+    wanted, done = sum(lane.end - lane.first for lane in read.lanes), 0
+    stair = stair_of(model, subject.tgt_len)
+    for segment, values in losses(model, subject.split, read, stair=stair, precision=subject.precision):
+        scored = segment.scored
+        nll[segment.places[scored].numpy()] = values.cpu()[scored].to(torch.float64).numpy()
+        done += int(scored.sum())
+        yield done / wanted
