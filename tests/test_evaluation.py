@@ -8,6 +8,7 @@ import torch
 from conftest import tiny_model
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.nn import functional as F
 
 from txl.data import corpus as corpora
 from txl.data.encoding import Split
@@ -36,12 +37,16 @@ def by_hidden_states(model, split, *, tgt_len, batch_size):
         mems = None
         for start in range(lane, min(lane + lane_len, len(tokens) - 1), tgt_len):
             stop = min(start + tgt_len, lane + lane_len, len(tokens) - 1)
-            nll, mems = model(tokens[None, start:stop], mems, tokens[None, start + 1 : stop + 1])
-            total += nll.sum().item()
+            segment, targets = tokens[None, start:stop], tokens[None, start + 1 : stop + 1]
+            if not model.position.by_distance:  # the beginning of a whole segment, whose places count from its end
+                segment, targets = (F.pad(row, (0, tgt_len - (stop - start))) for row in (segment, targets))
+            nll, mems = model(segment, mems, targets)
+            total += nll[:, : stop - start].sum().item()
     return total
 
 
 MODEL = tiny_model()
+COMPRESSIVE = ["model/memory=compressive", "model.memory.mem_len=8", "model.memory.compressed_len=3", "model.memory.rate=4"]
 MODELS = {
     "memory": ["model.memory.mem_len=9"],
     "short_memory": ["model.memory.mem_len=3"],
@@ -51,6 +56,16 @@ MODELS = {
     "no_memory": ["model/memory=none"],
     "no_memory_same_length": ["model/memory=none", "model.same_length=true"],
     "adaptive": ["model.memory.mem_len=9", "model/softmax=adaptive", "model.softmax.cutoffs=[10,30]"],
+    "shaw": ["model.memory.mem_len=9", "model/position=shaw", "model.position.max_klen=11"],
+    "rotary": ["model.memory.mem_len=9", "model/position=rotary"],
+    "alibi": ["model.memory.mem_len=9", "model/position=alibi", "model.same_length=true"],
+    "absolute": ["model.memory.mem_len=9", "model/position=absolute"],
+    "absolute_same_length": ["model.memory.mem_len=9", "model/position=absolute", "model.same_length=true"],
+    "absolute_no_memory": ["model/memory=none", "model/position=absolute"],
+    "per_layer": ["model.memory.mem_len=9", "model/position=absolute_per_layer", "model.position.max_klen=11"],
+    "per_layer_no_memory": ["model/memory=none", "model/position=absolute_per_layer", "model.position.max_klen=5"],
+    "compressive": [*COMPRESSIVE, "model.memory.compression=convolution"],
+    "compressive_absolute": [*COMPRESSIVE, "model.memory.compression=max", "model/position=absolute"],
 }
 
 

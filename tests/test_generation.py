@@ -1,6 +1,7 @@
 import pytest
 import torch
 from conftest import tiny_model
+from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
 from txl import generation
@@ -26,6 +27,14 @@ MODELS = {
     "one": ["model.memory.mem_len=1", "model.same_length=true"],
     "adaptive": ["model.memory.mem_len=7", "model/softmax=adaptive", "model.softmax.cutoffs=[10,30]"],
     "no_memory": ["model/memory=none"],
+    "shaw": ["model.memory.mem_len=7", "model/position=shaw", "model.position.max_klen=6"],
+    "rotary": ["model.memory.mem_len=7", "model/position=rotary"],
+    "alibi": ["model.memory.mem_len=7", "model/position=alibi"],
+    "rotary_no_memory": ["model/memory=none", "model/position=rotary"],
+    "absolute": ["model.memory.mem_len=10", "model/position=absolute"],
+    "absolute_no_memory": ["model/memory=none", "model/position=absolute"],
+    "per_layer": ["model.memory.mem_len=10", "model/position=absolute_per_layer", "model.position.max_klen=12"],
+    "compressive": ["model/memory=compressive", "model.memory.mem_len=5", "model.memory.rate=5"],
 }
 CONTEXT = 5  # tokens of a segment
 
@@ -34,8 +43,19 @@ def prompt_of(length, seed=6):
     return torch.randint(50, (length,), generator=torch.Generator().manual_seed(seed))
 
 
+def by_segments(model, text):
+    """log p after a text, the last segment of which is the beginning of a whole one."""
+    mems = None
+    for segment in text.split(CONTEXT):
+        filled = segment if model.position.by_distance else F.pad(segment, (0, CONTEXT - len(segment)))
+        log_probs, mems = model(filled[None], mems)
+    return log_probs[0, len(segment) - 1]
+
+
 def by_hidden_states(model, prompt, length):
     """The slow twin: the prompt in segments, then token by token, hidden states carried and projected anew each time."""
+    if not model.keys_last:  # all of the text again for each token, by segments of which the last is filled up
+        return torch.stack([by_segments(model, prompt[: stop + 1]) for stop in range(len(prompt) - length - 1, len(prompt))])
     if model.memory.mem_len is None:
         texts = [prompt[: stop + 1][-CONTEXT:] for stop in range(len(prompt) - length - 1, len(prompt))]
         return torch.stack([model(text[None])[0][0, -1] for text in texts])

@@ -180,19 +180,21 @@ def launch(main: Callable[[], Any], *, literals: bool = False, stoppable: bool =
 def entry_point(config_name: str) -> Callable:
     """`hydra.main` on this project's configuration.
 
-    Hydra writes a line of its own about an exception that leaves a job; in a launched program that is no sweep the
-    exception is therefore handed to `launch` past Hydra. Everywhere else it is raised as it is.
+    Hydra writes a line of its own about an exception that leaves a job, and a sweep with one has no end that its
+    callbacks would hear of. In a launched program the first exception is therefore handed to `launch` past Hydra, and
+    each is the job's return value. Everywhere else it is raised as it is.
     """
 
     def decorate(task: Callable[[Any], Any]) -> Callable:
         @functools.wraps(task)
         def job(cfg: Any) -> Any:
-            if not _mistakes or in_sweep():
+            if not _mistakes:
                 return task(cfg)
             try:
                 return task(cfg)
             except Exception as error:
-                _mistakes[0] = error
+                _mistakes[0] = _mistakes[0] or error
+                return error
 
         return hydra.main(version_base="1.3", config_path=str(CONF), config_name=config_name)(job)
 

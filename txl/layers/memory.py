@@ -134,9 +134,6 @@ class CompressiveMemory(SegmentMemory):
                 raise ValueError(f"model.memory.{name}: must be at least 1 and below 2^31, got {value}")
         if not 0 <= reconstruction < float("inf"):
             raise ValueError(f"model.memory.reconstruction: must be at least 0, got {reconstruction}")
-        if compression not in ("convolution", "mean", "max"):
-            words = f"must be convolution, mean or max; got {compression!r}"
-            raise ValueError(f"model.memory.compression: {words}")
         self.compressed_len, self.rate, self.compression = compressed_len, rate, compression
         self.weight_of_loss, self.learns = reconstruction, compression == "convolution" and reconstruction > 0
 

@@ -129,10 +129,11 @@ class ShawPosition(Position):
         logits[i, j] = ((q_i + u) . k_j  +  q_i . a_x + b_x) / sqrt(d_head),    x = m + i - j
 
     The authors' form (attn_type 1): u, a and b belong to a layer. There are `max_klen` of them, for the distances 0 to
-    max_klen - 1; greater ones count as the last, or as `clamp_len` (tokens). Raises ValueError for either below 1.
+    max_klen - 1; greater ones count as the last, or as `clamp_len` (tokens). Raises ValueError for either below 1: max_klen
+    has a default only so that the check of a configuration knows it for a choice.
     """
 
-    def __init__(self, *, n_head: int, d_head: int, d_model: int, max_klen: int, clamp_len: int | None = None):
+    def __init__(self, *, n_head: int, d_head: int, d_model: int, max_klen: int = 0, clamp_len: int | None = None):
         super().__init__(d_head=d_head)
         self.clamp_len = checked_clamp(clamp_len)
         self.r_w_bias = nn.Parameter(torch.empty(n_head, d_head))  # u
@@ -203,12 +204,12 @@ class AbsolutePositionPerLayer(Position):
     Places are counted back from the segment's end, over the memory too: `max_klen` of them have a vector, those further back
     share the last. The memory keeps a layer's input as it was *before* its vector was added, and gets the vector of the
     place that it has by now: never two of one layer. (The authors' code adds another with each segment, in place.) So what a
-    key is changes from segment to segment. Raises ValueError for a max_klen below 1.
+    key is changes from segment to segment. Raises ValueError for a max_klen below 1, as its default is.
     """
 
     by_distance = False
 
-    def __init__(self, *, n_head: int, d_head: int, d_model: int, max_klen: int):
+    def __init__(self, *, n_head: int, d_head: int, d_model: int, max_klen: int = 0):
         super().__init__(d_head=d_head)
         self.r_emb = nn.Parameter(torch.empty(checked_rows(max_klen), d_model))  # the furthest place first
 

@@ -1,0 +1,262 @@
+"""Dynamic evaluation: the model goes on learning from the text that it is scored on, each segment after it was scored."""
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from txl import checkpoint, runs
+from txl.data.encoding import Split
+from txl.data.streams import Lanes, ScoredLane, ScoredSegment, Segment, scoring_segments
+from txl.data.vocab import BPE
+from txl.evaluation import figure, losses, plan
+from txl.instruments.subject import Subject, other_text
+from txl.instruments.taking import picture
+from txl.model import TransformerXL
+from txl.reading import Segments, stair_of
+from txl.runtime import autocast, to_device
+
+EVERY = 1.0  # seconds between two figures of what was read so far
+POINTS = 100  # stretches of the text that are compared
+LEARNING = 4.0  # about how many times as long it takes to learn from a token as to read it
+
+Scored = tuple[ScoredSegment, Float[Tensor, "b i"]]  # a segment and the nll of its targets
+Update = Callable[[Sequence[Tensor | None]], None]  # what the gradient, parameter by parameter, does to the weights
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dynamic:
+    """The figure of a model that adapts to the text as it reads it (Krause et al. 2018; of this model, arXiv 1904.08378, section 3).
+
+        sgd:  w <- w - lr g - decay (w - w_0)
+        rms:  w <- w - lr g / (sqrt(s) + epsilon) - min(decay sqrt(s), 1) (w - w_0),    s = sum of g^2 over training text
+
+    g is the gradient of a segment's mean nll, followed once the segment was scored; w_0 are the checkpoint's weights; s is
+    summed over `statistics` segments of the training text, read with w_0. Lanes, segments and carried memory are those of
+    `evaluate.py`, without dropout. Only the nll teaches, and the checkpoint stays as it is. With lr 0 nothing changes, and the
+    text is read as `evaluate.py` reads it: the figure is the same bit for bit. `max_segments` ends each lane early. Raises
+    ValueError for numbers out of bounds, for fp16, and once the nll is no longer finite.
+    """
+
+    rule: Literal["sgd", "rms"]
+    lr: float | int
+    decay: float | int
+    epsilon: float | int
+    statistics: int
+    max_segments: int | None
+
+    def __post_init__(self):
+        for name in ("lr", "decay"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name}: must be at least 0, got {getattr(self, name)}")
+        if self.rule == "sgd" and self.decay > 1:
+            raise ValueError(f"decay: must be at most 1 with rule=sgd, got {self.decay}")
+        if not 0 < self.epsilon < math.inf:
+            raise ValueError(f"epsilon: must be above 0, got {self.epsilon}")
+        for name in ("statistics", "max_segments"):
+            if (value := getattr(self, name)) is not None and not 1 <= value < 2**31:
+                raise ValueError(f"{name}: must be at least 1 and below 2^31, got {value}")
+
+    def run(self, subject: Subject, found: dict[str, Any], out: Path) -> Iterator[float]:
+        if self.lr and subject.precision == "fp16":
+            raise ValueError("precision: gradients in fp16 would have to be scaled; take bf16 or fp32")
+        found |= {"settings": asdict(self), "along": {"tokens": [], "dynamic": [], "static": []}}
+        model, how = (
+            subject.model(),
+            {"stair": stair_of(subject.model(), subject.tgt_len), "precision": subject.precision},
+        )
+        limits = dict(tgt_len=subject.tgt_len, batch_size=subject.batch_size, max_segments=self.max_segments)
+        n_target = len(subject.split.tokens) - 1
+        static, dynamic = (Tally(subject, model, self.max_segments) for _ in range(2))
+
+        def as_it_is() -> Iterator[Scored]:
+            return losses(model, subject.split, plan(model, n_target, **limits), **how)
+
+        phases = [(1.0, static.read(as_it_is(), found, "static"))]
+        if not self.lr:  # the weights stay, so that segments need not be read one by one
+            phases.append((1.0, dynamic.read(as_it_is(), found, "dynamic", beside=static)))
+        else:
+            squares = [torch.zeros_like(parameter) for parameter in model.parameters()]
+            if self.rule == "rms":
+                cost = self.statistics * subject.tgt_len * subject.batch_size / static.n_target
+                phases.append((LEARNING * cost, add_squares(squares, model, subject, self.statistics)))
+            lanes = plan(model, n_target, warmed=1, **limits).lanes
+            adapted = adapting(model, subject, lanes, lambda: self.update(model, squares))
+            phases.append((LEARNING, dynamic.read(adapted, found, "dynamic", beside=static)))
+        yield from in_turn(phases)
+
+    def update(self, model: TransformerXL, squares: Sequence[Tensor]) -> Update:
+        """The rule, from the weights as they are; `squares` are the s of each parameter, which sgd has no use for."""
+        weights, start = list(model.parameters()), [weight.detach().clone() for weight in model.parameters()]
+        rates: list[Tensor | float] = [float(self.lr)] * len(weights)
+        pulls: list[Tensor | float] = [float(self.decay)] * len(weights)
+        if self.rule == "rms":
+            rates = [self.lr / (square.sqrt() + self.epsilon) for square in squares]
+            pulls = [(self.decay * square.sqrt()).clamp(max=1.0) for square in squares]
+
+        @torch.no_grad()
+        def apply(gradients: Sequence[Tensor | None]) -> None:
+            for weight, first, gradient, rate, pull in zip(weights, start, gradients, rates, pulls, strict=True):
+                if gradient is not None:
+                    weight -= rate * gradient + pull * (weight - first)
+
+        return apply
+
+    def summary(self, found: dict[str, Any]) -> dict[str, Any]:
+        names = ("nll", "ppl", "bits_per_byte")
+        both = {"": found["dynamic"], "static_": found["static"]}
+        return {f"{prefix}{name}": figures[name] for prefix, figures in both.items() for name in names}
+
+    def draw(self, found: dict[str, Any], path: Path) -> None:
+        tokens, dynamic, static = (np.array(found["along"][name]) for name in ("tokens", "dynamic", "static"))
+        end = np.cumsum(tokens)
+        with picture(path, columns=2) as axes:
+            nll_axis, gain_axis = axes[0]
+            nll_axis.plot(end, static, label="static", color="tab:gray")
+            nll_axis.plot(end, dynamic, label=f"dynamic ({found['settings']['rule']}, lr {found['settings']['lr']:g})")
+            nll_axis.set(title="nll along the text", ylabel="nats per token")
+            gain_axis.axhline(0.0, color="tab:gray", linewidth=1)
+            gain_axis.plot(end, np.cumsum((dynamic - static) * tokens) / end, color="tab:green", label="so far")
+            gain_axis.plot(end, dynamic - static, ".", color="tab:green", alpha=0.3, label="each stretch")
+            gain_axis.set(title="dynamic minus static: below 0 is better", ylabel="nats per token")
+            for axis in axes[0]:
+                axis.set(xlabel="tokens read")
+                axis.legend()
+                axis.grid(alpha=0.3)
+
+
+class Tally:
+    """The nll of what was read: its sum, added up as `txl.evaluation.total_nll` does, and of each stretch of the lanes."""
+
+    def __init__(self, subject: Subject, model: TransformerXL, max_segments: int | None):
+        self.subject, self.model = subject, model
+        n_target, tgt_len = len(subject.split.tokens) - 1, subject.tgt_len
+        self.lane_len = -(-n_target // subject.batch_size)
+        n_segment = min(-(-self.lane_len // tgt_len), max_segments or self.lane_len)
+        starts = np.arange(0, n_target, self.lane_len)
+        self.n_target = int(np.minimum(n_segment * tgt_len, np.minimum(self.lane_len, n_target - starts)).sum())
+        self.n_stretch, self.n_segment = min(POINTS, n_segment), n_segment
+        self.total, self.n_token = 0.0, 0
+        self.sums, self.counts = np.zeros(self.n_stretch), np.zeros(self.n_stretch, dtype=np.int64)
+
+    def read(
+        self, pairs: Iterator[Scored], found: dict[str, Any], key: str, beside: "Tally | None" = None
+    ) -> Iterator[float]:
+        """Adds up all pairs and yields the share that is read; found[key] is the figure of it, from a second ago or less.
+
+        found["along"] holds the nll of each stretch that is whole, and what it was `beside`. Raises ValueError if a nll is not finite.
+        """
+        last = -math.inf
+        for segment, nll in pairs:
+            self.add(segment, nll)
+            if not math.isfinite(self.total):
+                words = f"after {self.n_token} tokens the nll is no longer finite; take a lower rate"
+                raise ValueError(f"measure.lr: {words}" if beside else f"checkpoint: {words}")
+            if (now := time.monotonic()) - last > EVERY or self.n_token == self.n_target:
+                last, found[key] = now, self.figure()
+                if beside is not None:
+                    found["along"] = self.along(beside)
+            yield self.n_token / self.n_target
+
+    def add(self, segment: ScoredSegment, nll: Float[Tensor, "b i"]) -> None:
+        scored = segment.scored
+        values = nll.cpu().double() if nll.device.type == "mps" else nll.double()
+        self.total += float(values.where(to_device(scored, values.device), 0.0).sum())
+        self.n_token += int(scored.sum())
+        column = segment.places[scored].numpy() % self.lane_len // self.subject.tgt_len
+        stretch = column * self.n_stretch // self.n_segment
+        self.sums += np.bincount(stretch, values.cpu()[scored].numpy(), self.n_stretch)
+        self.counts += np.bincount(stretch, minlength=self.n_stretch)
+
+    def along(self, beside: "Tally") -> dict[str, list]:
+        """The tokens and the mean nll of each stretch that is through."""
+        whole = (self.counts == beside.counts) & (self.counts > 0)
+        counts, sums = self.counts[whole], {"dynamic": self.sums[whole], "static": beside.sums[whole]}
+        return {"tokens": counts.tolist(), **{name: (total / counts).tolist() for name, total in sums.items()}}
+
+    def figure(self) -> dict[str, Any]:
+        """What `evaluate.py` would say, of the tokens read by now."""
+        split, n_token = self.subject.split, self.n_token
+        n_word = split.count_words(1, 1 + n_token) if isinstance(split.vocab, BPE) else None
+        return {
+            **figure(self.total, n_token, split.count_bytes(1, 1 + n_token), n_word),
+            "split": split.name,
+            "mem_len": self.model.memory.mem_len,
+            "clamp_len": self.model.position.clamp_len,
+            "same_length": self.model.same_length,
+            "tgt_len": self.subject.tgt_len,
+            "batch_size": self.subject.batch_size,
+        }
+
+
+def in_turn(phases: list[tuple[float, Iterator[float]]]) -> Iterator[float]:
+    """Goes through one phase after the other, each with its cost; yields the share of all that is done."""
+    before, whole = 0.0, sum(cost for cost, _ in phases)
+    for cost, phase in phases:
+        for share in phase:
+            yield (before + cost * share) / whole
+        before += cost
+
+
+def nll_of(
+    model: TransformerXL, reader: Segments, segment: Segment | ScoredSegment, precision: str
+) -> Float[Tensor, "b i"]:
+    """The nll of a segment's targets, with what its gradient needs."""
+    device = next(model.parameters()).device
+    starts = None if segment.starts is None else to_device(segment.starts, device)
+    with autocast(device, precision):
+        return model.softmax.nll(reader.read(segment.tokens, starts=starts), segment.targets)
+
+
+def gradient(
+    model: TransformerXL, nll: Float[Tensor, "b i"], scored: Tensor | None = None
+) -> tuple[Tensor | None, ...]:
+    """The gradient of the mean nll of what is scored, parameter by parameter; None for what has no part in it."""
+    mean = nll.mean() if scored is None else nll.where(to_device(scored, nll.device), 0.0).sum() / int(scored.sum())
+    return torch.autograd.grad(mean, list(model.parameters()), allow_unused=True)
+
+
+def adapting(
+    model: TransformerXL, subject: Subject, lanes: list[ScoredLane], update: Callable[[], Update]
+) -> Iterator[Scored]:
+    """Reads the lanes as training does and updates the weights after each segment, once its nll was handed out."""
+    reader, apply = Segments(model, tgt_len=subject.tgt_len), update()
+    split = subject.split
+    for segment in scoring_segments(split.tokens, lanes, length=subject.tgt_len, borders=split.borders):
+        nll = nll_of(model, reader, segment, subject.precision)
+        yield segment, nll.detach()
+        apply(gradient(model, nll, segment.scored))
+
+
+def add_squares(squares: list[Tensor], model: TransformerXL, subject: Subject, n_segment: int) -> Iterator[float]:
+    """Adds the squares of the gradients of the first segments of the training text, and yields the share that is done."""
+    text, tgt_len = training_text(subject), subject.tgt_len
+    lanes = Lanes(text.tokens, batch_size=subject.batch_size, tgt_len=tgt_len, borders=text.borders)
+    reader = Segments(model, tgt_len=tgt_len)
+    for number, segment in enumerate(itertools.islice(lanes, n_segment), 1):
+        if segment.begins:
+            reader = Segments(model, tgt_len=tgt_len)
+        for square, part in zip(
+            squares, gradient(model, nll_of(model, reader, segment, subject.precision)), strict=True
+        ):
+            if part is not None:
+                square.addcmul_(part, part)
+        yield number / n_segment
+
+
+def training_text(subject: Subject) -> Split:
+    """The training split; the run's own where `data.` gives a text for the split that is scored alone."""
+    other = other_text(subject.asked)
+    if not {"valid", "test"} & other.keys():
+        return subject.corpus.split("train", subject.vocab)
+    other = {key: value for key, value in other.items() if key not in ("valid", "test")}
+    data = runs.other_text(subject.content["config"]["data"], other, "train")
+    return checkpoint.construct(data, cache_dir=subject.asked["cache_dir"]).split("train", subject.vocab)
