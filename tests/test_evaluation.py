@@ -46,7 +46,12 @@ def by_hidden_states(model, split, *, tgt_len, batch_size):
 
 
 MODEL = tiny_model()
-COMPRESSIVE = ["model/memory=compressive", "model.memory.mem_len=8", "model.memory.compressed_len=3", "model.memory.rate=4"]
+COMPRESSIVE = [
+    "model/memory=compressive",
+    "model.memory.mem_len=8",
+    "model.memory.compressed_len=3",
+    "model.memory.rate=4",
+]
 MODELS = {
     "memory": ["model.memory.mem_len=9"],
     "short_memory": ["model.memory.mem_len=3"],

@@ -55,7 +55,9 @@ def by_segments(model, text):
 def by_hidden_states(model, prompt, length):
     """The slow twin: the prompt in segments, then token by token, hidden states carried and projected anew each time."""
     if not model.keys_last:  # all of the text again for each token, by segments of which the last is filled up
-        return torch.stack([by_segments(model, prompt[: stop + 1]) for stop in range(len(prompt) - length - 1, len(prompt))])
+        return torch.stack(
+            [by_segments(model, prompt[: stop + 1]) for stop in range(len(prompt) - length - 1, len(prompt))]
+        )
     if model.memory.mem_len is None:
         texts = [prompt[: stop + 1][-CONTEXT:] for stop in range(len(prompt) - length - 1, len(prompt))]
         return torch.stack([model(text[None])[0][0, -1] for text in texts])

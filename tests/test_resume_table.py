@@ -46,6 +46,11 @@ TRIED = {
     "average": "ema",
     "model.dropout": "0.2",
     "model.dropatt": "0.2",
+    "loss": "half",
+    "model.dropoute": "0.1",
+    "model.dropouti": "0.1",
+    "model.dropouto": "0.1",
+    "model.wdrop": "0.1",
     "model.same_length": "true",
     "model.pre_norm": "true",
     "model.activation": "gelu",
@@ -66,6 +71,7 @@ TRIED = {
     "model.d_embed": "8",
     "model.n_token": "300",
     "model.untie_r": "true",
+    "model/position": "rotary",
     "model.tie_weight": "false",
     "model.softmax.tie_projs": "true",
     "model.init_std": "0.1",
@@ -79,7 +85,12 @@ def test_a_key_changes_on_resume_as_the_table_says(key, trained_run, tmp_path):
     path = shutil.copytree(trained_run, tmp_path / "copy")
     steps = [] if key == "steps" else ["steps=8"]
     outcome = in_process("train", f"resume={path}", f"{key}={TRIED[key]}", *steps)
-    groups = {"optimizer": "optimizer", "average": "average", "model/memory": "model.memory"}
+    groups = {
+        "optimizer": "optimizer",
+        "average": "average",
+        "model/memory": "model.memory",
+        "model/position": "model.position",
+    }
     dotted = f"{groups[key]}._target_" if key in groups else key
     if why_refused(dotted):
         line = refused(outcome, "resume")
@@ -106,6 +117,16 @@ def test_a_key_changes_on_resume_as_the_table_says(key, trained_run, tmp_path):
         assert state["tokens"] == 6 * 32 + 2 * 24
     if key == "keep_last":
         assert (path / "last.2.pt").exists()
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "dotted"),
+    [("model.activation", "swiglu", "model.activation"), ("model/memory", "compressive", "model.memory._target_")],
+)
+def test_a_choice_with_weights_of_its_own_is_refused(key, value, dotted, trained_run, tmp_path):
+    path = shutil.copytree(trained_run, tmp_path / "copy")
+    line = refused(in_process("train", f"resume={path}", f"{key}={value}", "steps=8"), "resume")
+    assert f"{dotted} cannot change, " in line and value in line.lower()
 
 
 def test_what_torch_would_bring_back_in_silence_follows_the_command(trained_run, tmp_path):

@@ -112,10 +112,9 @@ def twin(model: nn.Module, config: Mapping[str, Any]) -> nn.Module:
 
 
 def _without_unused(state: Mapping[str, Any], model: nn.Module) -> Mapping[str, Any]:
-    """The parameters without those of a memory, where the model reads without one."""
-    if model.memory.mem_len is not None:
-        return state
-    return {name: tensor for name, tensor in state.items() if not str(name).startswith("memory.")}
+    """The parameters without those of a memory, where the model reads without."""
+    own = model.state_dict()
+    return {name: tensor for name, tensor in state.items() if name in own or not str(name).startswith("memory.")}
 
 
 def save(path: Path, content: Mapping[str, Any]) -> None:

@@ -29,6 +29,9 @@ REFUSED = {
     "data.shuffle_documents": "the place in the text would be another",
     "model._target_": SIZES,
     "model.position._target_": SIZES,
+    "model.position.max_klen": SIZES,
+    "model.memory.compression": SIZES,
+    "model.memory.rate": SIZES,
     "model.softmax": SIZES,
     **{f"model.{size}": SIZES for size in ("n_token", "n_layer", "n_head", "d_model", "d_head", "d_inner", "d_embed")},
     "model.untie_r": SIZES,
@@ -36,6 +39,10 @@ REFUSED = {
     "model.init_std": "the weights are the run's own",
     "model.proj_init_std": "the weights are the run's own",
 }  # on resume; FREE changes at any start, and all else with resume=RUN KEY=VALUE, which lists it
+WITH_WEIGHTS = {
+    "txl.layers.memory.CompressiveMemory",
+    "swiglu",
+}  # choices with weights that the others of their key lack
 ADDED = {  # what the runs did whose folders lack a key that came later
     "average": NO_AVERAGE,
     "loss": "full",
@@ -75,8 +82,10 @@ def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, tu
     return {key: (old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)}
 
 
-def why_refused(key: str) -> str | None:
-    """Why a key cannot change when a run goes on; None if it can."""
+def why_refused(key: str, *values: Any) -> str | None:
+    """Why a key cannot change when a run goes on, from and to these values; None if it can."""
+    if any(isinstance(value, str) and value in WITH_WEIGHTS for value in values):
+        return SIZES
     return next((why for refused, why in REFUSED.items() if key == refused or key.startswith(refused + ".")), None)
 
 
@@ -107,7 +116,7 @@ def refuse_what_cannot_change(path: Path, config: Mapping[str, Any]) -> None:
     """Raises ValueError, with the key and both values, for a change after which the run could not go on."""
     found = []
     for key, (old, new) in changes(load_yaml(path / "config.yaml"), config).items():
-        if why := why_refused(key):
+        if why := why_refused(key, old, new):
             found.append(f"{key} cannot change, {shown(old)} to {shown(new)} ({why})")
     if found:
         raise ValueError(f"resume: {'; '.join(found)}; init_from={path} begins a new run with these weights")

@@ -223,4 +223,6 @@ def test_every_scheme_learns_to_copy(tokens):
 
 def test_distances_of_alibi_survive_half_precision():
     scheme = ALiBiPosition(n_head=2, d_head=8, d_model=16)
-    assert torch.equal(scheme.encode(200, torch.zeros(1, dtype=torch.bfloat16))[:, 0].float(), torch.arange(199.0, -2, -1))
+    assert torch.equal(
+        scheme.encode(200, torch.zeros(1, dtype=torch.bfloat16))[:, 0].float(), torch.arange(199.0, -2, -1)
+    )
