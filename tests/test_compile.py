@@ -23,8 +23,14 @@ def programs():
     return counters["stats"]["unique_graphs"]
 
 
-@pytest.mark.parametrize("variant", [[], ["model.same_length=true"], ["model.pre_norm=true"], ["model/memory=none"]])
-@pytest.mark.parametrize("borders", [False, True])
+PLAIN = [[], ["model.same_length=true"], ["model.pre_norm=true"], ["model/memory=none"]]
+OTHERS = [[f"model/position={name}"] for name in ("shaw", "rotary", "alibi", "absolute", "absolute_per_layer")]
+
+
+@pytest.mark.parametrize(
+    ("variant", "borders"),
+    [*((variant, borders) for variant in PLAIN for borders in (False, True)), *((other, False) for other in OTHERS)],
+)
 def test_training_needs_one_program_while_the_memory_grows(variant, borders):
     """Losses, gradients and memory of seven segments; the memory is full after four."""
     variant = [*variant, *([] if "model/memory=none" in variant else ["model.memory.mem_len=20"])]
@@ -55,6 +61,17 @@ def test_evaluation_needs_one_program_while_the_memory_grows(variant):
     model.compile_layers()
     assert nll_of(model, split, tgt_len=5, batch_size=1, length=5) == pytest.approx(expected, rel=1e-12)
     assert programs() == 1 and not counters["graph_break"]
+
+
+def test_a_memory_that_learns_is_left_out_of_the_program():
+    model, plain = (tiny_model("model/memory=compressive", "model.memory.mem_len=8").train() for _ in range(2))
+    model.compile_layers()
+    mems, plain_mems = None, None
+    for segment in torch.randint(50, (5, 2, 9)):
+        ours, mems, loss = model(segment[:, :-1], mems, segment[:, 1:], with_auxiliary=True)
+        nll, plain_mems, plain_loss = plain(segment[:, :-1], plain_mems, segment[:, 1:], with_auxiliary=True)
+        torch.testing.assert_close((ours, loss), (nll, plain_loss), rtol=1e-10, atol=1e-10)
+    assert loss > 0 and programs() == 1 and not counters["graph_break"]
 
 
 def test_the_whole_model_compiles_without_a_break():

@@ -54,7 +54,7 @@ def test_input_and_output_take_the_variational_dropout_in_place_of_the_ordinary(
     model = tiny_model("model.dropout=0.5", "model.dropouti=0.0", "model.dropouto=0.0").train()
     calls = []
     monkeypatch.setattr(model.dropout, "forward", lambda rows: (calls.append(rows.shape), rows)[1])
-    hidden, _, inputs, _ = model.states(tokens)
+    _, _, inputs, _ = model.states(tokens)
     assert torch.equal(inputs[0], model.softmax.embed(tokens)) and len(calls) == 1  # the encoding's
     model.dropouti, model.dropouto = 0.5, 0.5
     _, _, inputs, _ = model.states(tokens)

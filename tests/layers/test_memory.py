@@ -150,5 +150,5 @@ def test_another_compression_is_refused_by_name():
 
 
 def test_documents_are_refused_in_words(tokens):
-    with pytest.raises(ValueError, match="^data.reset_at_document: "):
+    with pytest.raises(ValueError, match=r"^data\.reset_at_document: "):
         small("mean")(tokens[:, :6], starts=torch.zeros(2, 6, dtype=torch.bool))
