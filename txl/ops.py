@@ -55,7 +55,7 @@ def masked_softmax(scores: Float[Tensor, "*lead i j"], keep: Bool[Tensor, "..."]
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     if keep is None:
         return scores.softmax(dim=-1)
-    # the least number instead of -inf: a row of -inf alone would become not-a-number, and its gradient too
+    # the least number instead of -inf: a row of -inf alone is not-a-number on its way, which the search for such finds
     weights = scores.masked_fill(~keep, torch.finfo(scores.dtype).min).softmax(dim=-1)
     return weights.masked_fill(~keep, 0.0)
 

@@ -41,6 +41,7 @@ class Cache:
     """
 
     def __init__(self, model: TransformerXL, *, reach: int, room: int):
+        assert model.keys_last, "the keys of this model depend on more than their own row: see Segments"
         self.model, self.reach, self.room = model, reach, room
         self.capacity = reach + max(room, reach // 4)
         self.stop = 0  # the rows that are filled
@@ -60,7 +61,7 @@ class Cache:
         (autocast) the same in all calls.
         """
         n_token = tokens.shape[1]
-        assert self.model.keys_last and n_token <= self.room, f"{n_token} tokens are more than room={self.room}"
+        assert n_token <= self.room, f"{n_token} tokens are more than room={self.room}"
         if self.stop + n_token > self.capacity:
             self._move_to_front()
         hidden = self.model.embed(tokens)

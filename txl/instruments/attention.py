@@ -66,8 +66,10 @@ class Attention:
             found["text"] = [readable(subject.vocab.decode([token])) for token in tokens[0, last:].tolist()]
             looks = look(model, tokens[:, last:], mems, _part(starts, last, None), subject.precision)
             for index, one in enumerate(looks):
+                parts = rows_of_memory(model, one)
+                found["keys"] = {name: part.stop - part.start for name, part in parts.items()}
                 if index in chosen:
-                    found["layers"].append({"layer": index, **described(one, rows_of_memory(model, one))})
+                    found["layers"].append({"layer": index, **described(one, parts)})
                     for name, values in _arrays(one).items():
                         arrays.setdefault(name, []).append(values)
                 yield (len(cuts) + index + 1) / steps
@@ -96,7 +98,7 @@ class Attention:
     def draw(self, found: dict[str, Any], path: Path) -> None:
         """A map for each head, mass by distance, the shares and the size of the terms."""
         with np.load(path.with_suffix(".npz")) as arrays:
-            draw_heads(path, found["layers"], arrays["weights"] if found["layers"] else None)
+            draw_heads(path, found, arrays["weights"] if found["layers"] else None)
 
     def summary(self, found: dict[str, Any]) -> dict[str, Any]:
         """What falls on the memory in each layer, mean over its heads, and how wide the heads look (nats)."""

@@ -18,6 +18,7 @@ from txl.reading import reach_of
 from txl.settings import TRAINED
 
 BINS = 64  # at most
+OFTEN = 30  # a picture leaves out what is seen so seldom that its mean is noise
 AT_ONCE = 2**20  # places that are counted at a time
 
 
@@ -99,7 +100,7 @@ class Context:
 
     def draw(self, found: dict[str, Any], path: Path) -> None:
         """The loss by what is seen, for each memory at the best clamp_len; and each reading's nll."""
-        with picture(path, 2, size=(8, 8)) as ((by_seen,), (by_length,)):
+        with picture(path, 2, size=(8.0, 8.0)) as ((by_seen,), (by_length,)):
             by_seen.set(xlabel="tokens before the input that the first layer sees", ylabel="nll (nats per token)")
             by_length.set(xlabel="mem_len (tokens)", ylabel=f"nll of {found['split']} (nats per token)")
             if found["best"] is not None:
@@ -116,16 +117,14 @@ class Context:
             if one["clamp_len"] != clamp_len:
                 continue
             counts, nll = np.array(one["tokens_by_seen"]), np.array(one["nll_by_seen"], dtype=float)
-            often = counts * 1000 >= counts.sum()  # the others are too noisy to look at
+            often = counts >= OFTEN * np.diff(edges)
             colour = colormaps["viridis"](self.mem_lens.index(one["mem_len"]) / len(self.mem_lens))
             axes.plot(middles[often], nll[often], ".-", color=colour, label=f"mem_len {named(one['mem_len'])}")
         axes.set_xscale("symlog", linthresh=1)
         axes.set_xlim(left=-0.2)
         axes.xaxis.set_major_formatter(ScalarFormatter())
         axes.legend(fontsize="small", ncols=1 + len(self.mem_lens) // 8)
-        axes.set_title(
-            f"clamp_len {named(clamp_len)}; each point at least a thousandth of the tokens", fontsize="medium"
-        )
+        axes.set_title(f"clamp_len {named(clamp_len)}; what was seen at least {OFTEN} times", fontsize="medium")
 
     def _draw_by_length(self, found: dict[str, Any], axes: Any) -> None:
         for clamp_len in self.clamp_lens:

@@ -1,10 +1,10 @@
 """Dynamic evaluation: the model goes on learning from the text that it is scored on, each segment after it was scored."""
 
-import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,23 +13,19 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from txl import checkpoint, runs
-from txl.data.encoding import Split
-from txl.data.streams import Lanes, ScoredLane, ScoredSegment, Segment, scoring_segments
+from txl.data.streams import ScoredLane, ScoredSegment
 from txl.data.vocab import BPE
 from txl.evaluation import figure, losses, plan
-from txl.instruments.subject import Subject, other_text
+from txl.instruments.adapting import Scored, adapting, add_squares
+from txl.instruments.subject import Subject
 from txl.instruments.taking import picture
 from txl.model import TransformerXL
-from txl.reading import Segments, stair_of
-from txl.runtime import autocast, to_device
+from txl.reading import stair_of
+from txl.runtime import to_device
 
 EVERY = 1.0  # seconds between two figures of what was read so far
 POINTS = 100  # stretches of the text that are compared
 LEARNING = 4.0  # about how many times as long it takes to learn from a token as to read it
-
-Scored = tuple[ScoredSegment, Float[Tensor, "b i"]]  # a segment and the nll of its targets
-Update = Callable[[Sequence[Tensor | None]], None]  # what the gradient, parameter by parameter, does to the weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,56 +62,39 @@ class Dynamic:
                 raise ValueError(f"{name}: must be at least 1 and below 2^31, got {value}")
 
     def run(self, subject: Subject, found: dict[str, Any], out: Path) -> Iterator[float]:
+        """Reads the split with the weights as they are, then training text if need be, then the split while adapting to it."""
         if self.lr and subject.precision == "fp16":
             raise ValueError("precision: gradients in fp16 would have to be scaled; take bf16 or fp32")
         found |= {"settings": asdict(self), "along": {"tokens": [], "dynamic": [], "static": []}}
-        model, how = (
-            subject.model(),
-            {"stair": stair_of(subject.model(), subject.tgt_len), "precision": subject.precision},
-        )
+        model, n_target = subject.model(), len(subject.split.tokens) - 1
         limits = dict(tgt_len=subject.tgt_len, batch_size=subject.batch_size, max_segments=self.max_segments)
-        n_target = len(subject.split.tokens) - 1
-        static, dynamic = (Tally(subject, model, self.max_segments) for _ in range(2))
+        how = dict(stair=stair_of(model, subject.tgt_len), precision=subject.precision)
+        lanes = plan(model, n_target, warmed=1, **limits).lanes
+        static, dynamic = (Tally(subject, model, lanes) for _ in range(2))
 
         def as_it_is() -> Iterator[Scored]:
             return losses(model, subject.split, plan(model, n_target, **limits), **how)
 
         phases = [(1.0, static.read(as_it_is(), found, "static"))]
-        if not self.lr:  # the weights stay, so that segments need not be read one by one
-            phases.append((1.0, dynamic.read(as_it_is(), found, "dynamic", beside=static)))
-        else:
-            squares = [torch.zeros_like(parameter) for parameter in model.parameters()]
+        if self.lr:
+            update = Rule(self, model)
             if self.rule == "rms":
-                cost = self.statistics * subject.tgt_len * subject.batch_size / static.n_target
-                phases.append((LEARNING * cost, add_squares(squares, model, subject, self.statistics)))
-            lanes = plan(model, n_target, warmed=1, **limits).lanes
-            adapted = adapting(model, subject, lanes, lambda: self.update(model, squares))
+                cost = LEARNING * self.statistics * subject.batch_size * subject.tgt_len / static.n_target
+                phases.append((cost, add_squares(update.squares, model, subject, self.statistics)))
+            adapted = adapting(model, subject, lanes, update)
             phases.append((LEARNING, dynamic.read(adapted, found, "dynamic", beside=static)))
+        else:  # the weights stay, so that segments need not be read one by one
+            phases.append((1.0, dynamic.read(as_it_is(), found, "dynamic", beside=static)))
         yield from in_turn(phases)
 
-    def update(self, model: TransformerXL, squares: Sequence[Tensor]) -> Update:
-        """The rule, from the weights as they are; `squares` are the s of each parameter, which sgd has no use for."""
-        weights, start = list(model.parameters()), [weight.detach().clone() for weight in model.parameters()]
-        rates: list[Tensor | float] = [float(self.lr)] * len(weights)
-        pulls: list[Tensor | float] = [float(self.decay)] * len(weights)
-        if self.rule == "rms":
-            rates = [self.lr / (square.sqrt() + self.epsilon) for square in squares]
-            pulls = [(self.decay * square.sqrt()).clamp(max=1.0) for square in squares]
-
-        @torch.no_grad()
-        def apply(gradients: Sequence[Tensor | None]) -> None:
-            for weight, first, gradient, rate, pull in zip(weights, start, gradients, rates, pulls, strict=True):
-                if gradient is not None:
-                    weight -= rate * gradient + pull * (weight - first)
-
-        return apply
-
     def summary(self, found: dict[str, Any]) -> dict[str, Any]:
+        """The dynamic figure, and the static one."""
         names = ("nll", "ppl", "bits_per_byte")
         both = {"": found["dynamic"], "static_": found["static"]}
         return {f"{prefix}{name}": figures[name] for prefix, figures in both.items() for name in names}
 
     def draw(self, found: dict[str, Any], path: Path) -> None:
+        """The nll along the text, both ways, and what adapting has gained up to each place."""
         tokens, dynamic, static = (np.array(found["along"][name]) for name in ("tokens", "dynamic", "static"))
         end = np.cumsum(tokens)
         with picture(path, columns=2) as axes:
@@ -133,17 +112,39 @@ class Dynamic:
                 axis.grid(alpha=0.3)
 
 
+class Rule:
+    """Changes the weights by a gradient as `Dynamic` says; what they were when it was made is w_0."""
+
+    def __init__(self, how: Dynamic, model: TransformerXL):
+        self.how, self.weights = how, list(model.parameters())
+        self.start = [weight.detach().clone() for weight in self.weights]
+        self.squares = [torch.zeros_like(weight) for weight in self.start] if how.rule == "rms" else []
+
+    @cached_property
+    def factors(self) -> list[tuple[Tensor | float, Tensor | float]]:
+        """How far each weight follows the gradient, and how far it is pulled back, once the `squares` are added up."""
+        how = self.how
+        if how.rule == "sgd":
+            return [(float(how.lr), float(how.decay))] * len(self.weights)
+        sizes = [square.sqrt() for square in self.squares]
+        return [(how.lr / (size + how.epsilon), (how.decay * size).clamp(max=1.0)) for size in sizes]
+
+    @torch.no_grad()
+    def __call__(self, gradients: Sequence[Tensor | None]) -> None:
+        for weight, start, part, (rate, pull) in zip(self.weights, self.start, gradients, self.factors, strict=True):
+            if part is not None:
+                weight -= rate * part + pull * (weight - start)
+
+
 class Tally:
     """The nll of what was read: its sum, added up as `txl.evaluation.total_nll` does, and of each stretch of the lanes."""
 
-    def __init__(self, subject: Subject, model: TransformerXL, max_segments: int | None):
+    def __init__(self, subject: Subject, model: TransformerXL, lanes: list[ScoredLane]):
         self.subject, self.model = subject, model
-        n_target, tgt_len = len(subject.split.tokens) - 1, subject.tgt_len
-        self.lane_len = -(-n_target // subject.batch_size)
-        n_segment = min(-(-self.lane_len // tgt_len), max_segments or self.lane_len)
-        starts = np.arange(0, n_target, self.lane_len)
-        self.n_target = int(np.minimum(n_segment * tgt_len, np.minimum(self.lane_len, n_target - starts)).sum())
-        self.n_stretch, self.n_segment = min(POINTS, n_segment), n_segment
+        self.lane_len = -(-(len(subject.split.tokens) - 1) // subject.batch_size)
+        self.n_target = sum(lane.end - lane.first for lane in lanes)
+        self.n_segment = -(-max(lane.end - lane.first for lane in lanes) // subject.tgt_len)
+        self.n_stretch = min(POINTS, self.n_segment)
         self.total, self.n_token = 0.0, 0
         self.sums, self.counts = np.zeros(self.n_stretch), np.zeros(self.n_stretch, dtype=np.int64)
 
@@ -157,9 +158,9 @@ class Tally:
         last = -math.inf
         for segment, nll in pairs:
             self.add(segment, nll)
-            if not math.isfinite(self.total):
-                words = f"after {self.n_token} tokens the nll is no longer finite; take a lower rate"
-                raise ValueError(f"measure.lr: {words}" if beside else f"checkpoint: {words}")
+            if beside is not None and not math.isfinite(self.total):
+                words = f"after {self.n_token} tokens of the text the nll is no longer finite"
+                raise ValueError(f"measure.lr: {words}; take a lower rate, or more measure.decay")
             if (now := time.monotonic()) - last > EVERY or self.n_token == self.n_target:
                 last, found[key] = now, self.figure()
                 if beside is not None:
@@ -204,59 +205,3 @@ def in_turn(phases: list[tuple[float, Iterator[float]]]) -> Iterator[float]:
         for share in phase:
             yield (before + cost * share) / whole
         before += cost
-
-
-def nll_of(
-    model: TransformerXL, reader: Segments, segment: Segment | ScoredSegment, precision: str
-) -> Float[Tensor, "b i"]:
-    """The nll of a segment's targets, with what its gradient needs."""
-    device = next(model.parameters()).device
-    starts = None if segment.starts is None else to_device(segment.starts, device)
-    with autocast(device, precision):
-        return model.softmax.nll(reader.read(segment.tokens, starts=starts), segment.targets)
-
-
-def gradient(
-    model: TransformerXL, nll: Float[Tensor, "b i"], scored: Tensor | None = None
-) -> tuple[Tensor | None, ...]:
-    """The gradient of the mean nll of what is scored, parameter by parameter; None for what has no part in it."""
-    mean = nll.mean() if scored is None else nll.where(to_device(scored, nll.device), 0.0).sum() / int(scored.sum())
-    return torch.autograd.grad(mean, list(model.parameters()), allow_unused=True)
-
-
-def adapting(
-    model: TransformerXL, subject: Subject, lanes: list[ScoredLane], update: Callable[[], Update]
-) -> Iterator[Scored]:
-    """Reads the lanes as training does and updates the weights after each segment, once its nll was handed out."""
-    reader, apply = Segments(model, tgt_len=subject.tgt_len), update()
-    split = subject.split
-    for segment in scoring_segments(split.tokens, lanes, length=subject.tgt_len, borders=split.borders):
-        nll = nll_of(model, reader, segment, subject.precision)
-        yield segment, nll.detach()
-        apply(gradient(model, nll, segment.scored))
-
-
-def add_squares(squares: list[Tensor], model: TransformerXL, subject: Subject, n_segment: int) -> Iterator[float]:
-    """Adds the squares of the gradients of the first segments of the training text, and yields the share that is done."""
-    text, tgt_len = training_text(subject), subject.tgt_len
-    lanes = Lanes(text.tokens, batch_size=subject.batch_size, tgt_len=tgt_len, borders=text.borders)
-    reader = Segments(model, tgt_len=tgt_len)
-    for number, segment in enumerate(itertools.islice(lanes, n_segment), 1):
-        if segment.begins:
-            reader = Segments(model, tgt_len=tgt_len)
-        for square, part in zip(
-            squares, gradient(model, nll_of(model, reader, segment, subject.precision)), strict=True
-        ):
-            if part is not None:
-                square.addcmul_(part, part)
-        yield number / n_segment
-
-
-def training_text(subject: Subject) -> Split:
-    """The training split; the run's own where `data.` gives a text for the split that is scored alone."""
-    other = other_text(subject.asked)
-    if not {"valid", "test"} & other.keys():
-        return subject.corpus.split("train", subject.vocab)
-    other = {key: value for key, value in other.items() if key not in ("valid", "test")}
-    data = runs.other_text(subject.content["config"]["data"], other, "train")
-    return checkpoint.construct(data, cache_dir=subject.asked["cache_dir"]).split("train", subject.vocab)

@@ -12,7 +12,7 @@ SHADES = {"compressed": "tab:purple", "memory": "tab:blue", "segment": "lightgra
 SUMS = [["mass", "share"], ["terms", "terms"]]
 
 
-def draw_heads(path: Path, layers: list[dict[str, Any]], weights: np.ndarray | None) -> None:
+def draw_heads(path: Path, found: dict[str, Any], weights: np.ndarray | None) -> None:
     """Draws the figures of some layers and their attention weights, [layer, head, i, j]; without any, only axes.
 
     Of more layers and heads than there is room for, some are drawn, evenly spaced.
@@ -20,13 +20,14 @@ def draw_heads(path: Path, layers: list[dict[str, Any]], weights: np.ndarray | N
     n_layer, n_head = (1, 1) if weights is None else weights.shape[:2]
     n_row, n_column = min(n_layer, ROWS), min(n_head, COLUMNS)
     above = 0.4 + max(1.3, 7.0 / n_column * 0.6) * n_row if weights is not None else 0.4
-    with canvas(path, size=(8, above + 5)) as figure:
+    with canvas(path, size=(8.0, above + 5.0)) as figure:
         top, bottom = figure.subfigures(2, 1, height_ratios=(above, 5))
         sums = bottom.subplot_mosaic(SUMS)
         if weights is None:
             top.suptitle("no layer was read")
             return
-        draw_maps(top, layers, weights, evenly(n_layer, n_row), evenly(n_head, n_column))
+        layers = found["layers"]
+        draw_maps(top, found, weights, evenly(n_layer, n_row), evenly(n_head, n_column))
         draw_mass(sums["mass"], layers)
         draw_shares(sums["share"], layers)
         draw_terms(sums["terms"], layers)
@@ -38,9 +39,12 @@ def evenly(count: int, drawn: int) -> list[int]:
 
 
 def draw_maps(
-    figure: Any, layers: list[dict[str, Any]], weights: np.ndarray, rows: list[int], columns: list[int]
+    figure: Any, found: dict[str, Any], weights: np.ndarray, rows: list[int], columns: list[int]
 ) -> None:
-    """The square roots of the weights, so that small ones show: key 0 is the segment's first, those below 0 are memory."""
+    """The square roots of the weights, so that small ones show: key 0 is the segment's first, those below 0 are memory.
+
+    A dotted line parts the compressed rows from the others.
+    """
     n_query, n_key = weights.shape[2:]
     axes = figure.subplots(len(rows), len(columns), sharex=True, sharey=True, squeeze=False)
     extent = (n_query - n_key - 0.5, n_query - 0.5, n_query - 0.5, -0.5)
@@ -49,8 +53,10 @@ def draw_maps(
         for one, column in zip(line, columns, strict=True):
             image = one.imshow(np.sqrt(weights[row, column].astype(np.float32)), **look)
             one.axvline(-0.5, color="white", linewidth=0.7)
+            if found["keys"].get("compressed"):
+                one.axvline(-0.5 - found["keys"]["memory"], color="white", linewidth=0.7, linestyle=":")
             one.tick_params(labelsize=7)
-        line[0].set_ylabel(f"layer {layers[row]['layer']}\nquery", fontsize=8)
+        line[0].set_ylabel(f"layer {found['layers'][row]['layer']}\nquery", fontsize=8)
     for one, column in zip(axes[0], columns, strict=True):
         one.set_title(f"head {column}", fontsize=8)
     for one in axes[-1]:
@@ -93,13 +99,14 @@ def draw_shares(axes: Any, layers: list[dict[str, Any]]) -> None:
 def draw_terms(axes: Any, layers: list[dict[str, Any]]) -> None:
     """How much each term tells keys apart: its standard deviation over the keys of a query."""
     meanings = {"a": "a: query, key", "b": "b: query, distance", "c": "c: key alone", "d": "d: distance alone"}
-    terms, width = list(layers[0]["terms"]), 0.8 / len(layers[0]["terms"])
+    terms, width, drawn = list(layers[0]["terms"]), 0.8 / len(layers[0]["terms"]), []
     for index, term in enumerate(terms):
         sizes = [np.sqrt(np.mean(layer["terms"][term]["variance"])) for layer in layers]
         axes.bar(np.arange(len(layers)) + (index - (len(terms) - 1) / 2) * width, sizes, width, label=meanings[term])
+        drawn += [size for size in sizes if size > 0]
     axes.set_xticks(range(len(layers)), [str(layer["layer"]) for layer in layers])
     axes.legend(fontsize=8, ncols=len(terms))
-    axes.set_yscale("log")
     axes.set(xlabel="layer", ylabel="deviation over the keys", title="the terms of the logits")
-    axes.margins(y=0.2)
+    if drawn:  # untrained biases are zero
+        axes.set(yscale="log", ylim=(min(drawn) / 3, max(drawn) * 3))
     axes.grid(alpha=0.3, axis="y")

@@ -123,9 +123,9 @@ class RECL:
     def draw(self, found: dict[str, Any], path: Path) -> None:
         """The loss by context and, for each share of the positions, the gains and where they fall below the threshold."""
         rows = (len(self.ratios) + 2) // 2
-        with picture(path, rows, 2, size=(8, 0.5 + 3.2 * rows)) as grid:
+        with picture(path, rows, 2, size=(8.0, 0.5 + 3.2 * rows)) as grid:
             first, *others = grid.flat
-            first.set(title="all positions", xlabel="context (tokens)", ylabel="nll (nats per token)")
+            first.set(title="loss at all positions", xlabel="context (tokens)", ylabel="nll (nats per token)")
             for name, nll in found.get("mean_nll", {}).items():
                 first.plot(found["contexts"], nll, ".-", label=shortened(name))
             if found.get("models"):
@@ -136,8 +136,10 @@ class RECL:
                 axes.set_axis_off()
 
     def _draw_gains(self, contexts: list[int], one: dict[str, Any], axes: Any) -> None:
-        axes.set_title(f"the hardest {one['ratio']:.4g} of the positions" if one["ratio"] < 1 else "all positions")
-        axes.set(xlabel="context c (tokens)", ylabel=f"gain of {self.step} more (%)")
+        axes.set_title(
+            f"gain at the hardest {100 * one['ratio']:.4g} %" if one["ratio"] < 1 else "gain at all positions"
+        )
+        axes.set(xlabel="context c (tokens)", ylabel=f"gain by {self.step} tokens more (%)")
         for name, gains in one["gains"].items():
             length = one["recl"][name]
             words = f"RECL {'at least ' if length['at_least'] else ''}{length['tokens']}"

@@ -91,7 +91,7 @@ class Tokens:
 
     def draw(self, found: dict[str, Any], path: Path) -> None:
         """How the losses are spread, what the costliest tokens sum to, and the tokens that are listed."""
-        with canvas(path, size=(8, 7.5)) as figure:
+        with canvas(path, size=(8.0, 7.5)) as figure:
             top, bottom = figure.subfigures(2, 1, height_ratios=(2, 3))
             left, right = top.subplots(1, 2)
             for name in ("nll", "nll_against"):
