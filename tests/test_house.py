@@ -14,7 +14,7 @@ ORDER = [
     ["txl.evaluation", "txl.generation", "txl.archive", "txl.checkpoint", "txl.saver", "txl.tracking"],
     ["txl.fitting"],
     ["txl.training"],
-    ["txl.runs", "txl.resuming", "txl.report", "txl.figures"],
+    ["txl.runs", "txl.resuming", "txl.report", "txl.figures", "txl.sweep"],
     ["txl.instruments"],
 ]
 
@@ -47,10 +47,12 @@ def test_imports_go_up_only():
     assert {".".join(name.split(".")[:2]) for name in own} == known
 
 
-def test_only_config_knows_hydra():
+def test_only_config_and_its_callback_know_hydra():
     for path in sorted((ROOT / "txl").rglob("*.py")):
-        if path.name != "config.py":
+        if path.name not in ("config.py", "sweep.py"):
             assert not [name for name in imports(path) if name.split(".")[0] in ("hydra", "omegaconf")], path
+    known = {name for name in imports(ROOT / "txl" / "sweep.py") if name.startswith("hydra")}
+    assert known == {"hydra.experimental.callback", "hydra.experimental.callback.Callback"}
 
 
 def test_the_model_needs_nothing_but_torch_einops_and_jaxtyping():

@@ -1,3 +1,4 @@
+import csv
 import json
 import shutil
 from pathlib import Path
@@ -5,15 +6,16 @@ from pathlib import Path
 import pytest
 
 from txl import report
+from txl.runs import result
 
 
-def copy(run: Path, name: str, nll: float, **changes: str) -> None:
+def copy(run: Path, folder: str, nll: float, /, **changes: str) -> None:
     """A finished run with another valid and test nll and other lines in its configuration."""
-    path = shutil.copytree(run, Path("runs") / name)
-    result = json.loads((path / "result.json").read_text())
+    path = shutil.copytree(run, Path("runs") / folder)
+    figures = json.loads((path / "result.json").read_text())
     for split in ("valid", "test"):
-        result[split]["nll"] = nll
-    (path / "result.json").write_text(json.dumps(result))
+        figures[split]["nll"] = nll
+    (path / "result.json").write_text(json.dumps(figures))
     text = (path / "config.yaml").read_text()
     for line, new in changes.items():
         assert f"{line}: " in text
@@ -34,6 +36,53 @@ def test_runs_that_differ_in_the_seed_alone_are_one_row_with_mean_and_spread(tra
     assert report.main(["runs"]) == 0
     shown = capsys.readouterr().out
     assert "1.5833 (1.0000 to 2.0000)" in shown and "clip=0.5" in shown and "log_every" not in shown
+
+
+def test_rows_are_told_apart_by_their_names_where_these_differ(trained_run):
+    copy(trained_run, "a", 1.0, name="name: one")
+    copy(trained_run, "b", 2.0, name="name: two", clip="clip: 0.5")
+    copy(trained_run, "c", 3.0, name="name: two", clip="clip: 1.0", log_every="log_every: 7")
+    rows = report.leaderboard(report.find([Path("runs")]))
+    assert [row["label"] for row in rows] == ["one", "two clip=0.5", "two clip=1.0"]
+    assert [row["label"] for row in report.leaderboard([Path("runs/a"), Path("runs/a")])] == ["one"]
+    assert rows[0]["parameters"] == result(trained_run)["parameters"]
+
+
+def test_what_differs_is_told_in_short():
+    """The last parts of a key, a class by its last name, and no null for a key that other rows do not have."""
+    settings = [
+        {"steps": 5, "clip": None, "eval.mem_len": 1, "model.memory.mem_len": 2, "position._target_": "a.Rotary"},
+        {"steps": 5, "clip": 0.5, "eval.mem_len": 3, "model.memory.mem_len": 4, "position._target_": "a.ALiBi"}
+        | {"position.clamp_len": None},
+    ]
+    assert report._labels(["x", "x"], settings) == [
+        "clip=None eval.mem_len=1 memory.mem_len=2 position=Rotary",
+        "clip=0.5 eval.mem_len=3 memory.mem_len=4 position=ALiBi",
+    ]
+    settings = [{"tgt_len": 1, "eval.tgt_len": 2}, {"tgt_len": 3, "eval.tgt_len": 4}]
+    assert report._labels(["x", "x"], settings) == ["eval.tgt_len=2 tgt_len=1", "eval.tgt_len=4 tgt_len=3"]
+
+
+def test_a_picture_and_a_table_for_other_programs(trained_run, capsys):
+    copy(trained_run, "a", 1.0)
+    copy(trained_run, "b", 2.0, seed="seed: 2")
+    copy(trained_run, "c", 3.0, clip="clip: 0.5")
+    assert report.main(["runs", "--plot", "p.svg", "--csv", "p.csv"]) == 0
+    picture = Path("p.svg").read_text()
+    assert picture.startswith("<?xml") and "test bits per byte" in picture
+    with open("p.csv") as file:
+        first, second = csv.DictReader(file)
+    assert (first["run"], first["seeds"], float(first["test/nll"])) == ("clip=0.25", "1 2", 1.5)
+    assert (float(second["valid/least"]), float(second["valid/most"])) == (3.0, 3.0)
+    assert report.main(["runs/a", "--plot", "p.png"]) == 0 and Path("p.png").read_bytes().startswith(b"\x89PNG")
+    capsys.readouterr()
+    for wrong in (
+        ["runs", "--plot"],
+        ["runs", "--plot", "p.xyz"],
+        ["runs", "--plto=p.png"],
+        ["runs", "--csv", "no/p.csv"],
+    ):
+        assert report.main(wrong) == 1 and len(capsys.readouterr().err.splitlines()) == 1
 
 
 def test_a_folder_without_a_run_is_told(capsys):

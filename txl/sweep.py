@@ -11,7 +11,7 @@ from txl.config import plain
 class Report(Callback):
     """Remembers the run of each job, or why it failed; once all are through, reports them.
 
-    A job that ran in another process (a launcher for that) is not heard of. Hydra makes a warning of what is raised here.
+    A job of another process (a launcher's) is not heard of. What is raised here becomes a warning of Hydra's.
     """
 
     def __init__(self) -> None:
@@ -19,36 +19,42 @@ class Report(Callback):
         self.failed: dict[str, str] = {}
 
     def on_job_end(self, config: Any, job_return: Any, **_: Any) -> None:
-        """Also called where the job failed; its exception is then what it returned."""
-        from txl import runs
-
-        if isinstance(job_return._return_value, Exception):  # the property would raise it
-            reason = " ".join(str(job_return._return_value).split()) or type(job_return._return_value).__name__
-            self.failed[" ".join(job_return.overrides)] = reason
-        elif (resumed := job_return.cfg.get("resume")) is not None:
-            self.runs.append(Path(resumed))
+        """Also called where a job failed, in which case its exception is what it returned, or is raised anew."""
+        try:
+            returned = job_return.return_value
+        except Exception as error:
+            returned = error
+        if isinstance(returned, Exception):
+            self.failed[" ".join(job_return.overrides)] = " ".join(str(returned).split()) or type(returned).__name__
         else:
-            self.runs.append(runs.folder(plain(job_return.cfg), job_return.overrides))
+            self.runs.append(folder_of(job_return.cfg, job_return.overrides))
 
     def on_multirun_end(self, config: Any, **_: Any) -> None:
         """The table, and its files in Hydra's folder for sweeps, named as the sweep is."""
         from txl import report
 
-        if not self.runs and not self.failed:
-            return
         rows = report.leaderboard(self.runs)
-        report.show(rows, self.failed)
+        if rows or self.failed:
+            report.show(rows, self.failed)
         if rows:
             path = Path(config.hydra.sweep.dir) / name_of(list(config.hydra.overrides.task))
-            for write, file in ((report.plot, f"{path}.png"), (report.write_csv, f"{path}.csv")):
-                write(rows, Path(file))
+            for write, ending in ((report.plot, "png"), (report.write_csv, "csv")):
+                file = path.with_name(f"{path.name}.{ending}")
+                write(rows, file)
                 print(f"sweep: {file}")
 
 
+def folder_of(cfg: Any, overrides: list[str]) -> Path:
+    """Where a job's run lives."""
+    from txl import runs
+
+    return Path(str(cfg.resume)) if cfg.get("resume") is not None else runs.folder(plain(cfg), overrides)
+
+
 def name_of(overrides: list[str]) -> str:
-    """What the files of a sweep are called: by the option of `sweep=`, and a slug of what was typed beside it."""
+    """What the files of a sweep are called: the option of `sweep=`, and a slug of what was typed beside it."""
     from txl.runs import key_of, slug
 
     chosen = [one.partition("=")[2] for one in overrides if key_of(one) == "sweep"]
-    rest = slug([one for one in overrides if key_of(one) != "sweep"])
-    return "_".join([*chosen, rest]) if rest != "default" or not chosen else chosen[0]
+    beside = [one for one in overrides if key_of(one) != "sweep"]
+    return "_".join(chosen if chosen and slug(beside) == "default" else [*chosen, slug(beside)])

@@ -128,12 +128,12 @@ def test_memories_of_other_kinds_are_read_with_other_lengths():
 
 @pytest.mark.parametrize("through", [0, 2])
 def test_what_was_read_before_an_interruption_is_kept(through, trained_run, capsys):
-    subject = subject_of(f"checkpoint={trained_run}", SMALL, "split=valid", "batch_size=2")
+    subject = subject_of(f"checkpoint={trained_run}", "data.max_bytes=60000", "split=valid", "batch_size=2")
     instrument = Context(mem_lens=[None, 8, 16], clamp_lens=[None], max_segments=None)
     whole = measured(instrument, subject)
     shares = list(instrument.run(subject, {}, Path("o.json")))
-    last = max(place for place, share in enumerate(shares) if share <= max(through / 3, shares[0]))
-    answers = iter([*[None] * last, *[signal.SIGINT] * 2])
+    assert len(shares) == 9  # three for each length, the third once it is through
+    answers = iter([*[None] * (3 * through), *[signal.SIGINT] * 2])
     with pytest.raises(Stopped) as stop:
         take(instrument, subject, Path("o.json"), received=lambda: next(answers))
     assert stop.value.status == 130 and "o.json" in str(stop.value)

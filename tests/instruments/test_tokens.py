@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import characters_run, in_process, refused
+from conftest import characters_run, finished, in_process, refused
 from pyarrow import parquet
 
 from txl import archive, checkpoint
@@ -123,6 +123,8 @@ def test_against_another_checkpoint(run, tmp_path):
     order = sorted(range(len(mine)), key=lambda place: -abs(mine[place] - theirs[place]))[:9]
     assert [row["position"] - 1 for row in found["listed"]] == order
     assert found["listed_by"] == "difference" and found["against"] == str(other)
+    swapped = measured(other, f"measure.against={run}", "measure.top=9")[1]
+    assert [row["position"] - 1 for row in swapped["listed"]] == order  # whichever is the better one
     assert line["nll_against"] == pytest.approx(theirs.mean(), rel=1e-6)
     assert line["difference"] == pytest.approx((mine - theirs).mean(), rel=1e-4)
 
@@ -178,16 +180,12 @@ def test_other_tokens_cannot_be_compared(run, tmp_path):
         in_process("evaluate", f"checkpoint={run}", "measure=tokens", f"measure.against={other}"), "measure.against"
     )
     assert "vocabulary" in line
-    content = torch.load(run / "best.pt", weights_only=True)
-    config = json.loads(content["config"])
-    config["data"] = {**config["data"], "max_bytes": 10000}
-    Path("short").mkdir()
-    archive.write(Path("short/best.pt"), {**content, "config": json.dumps(config)})
+    short = finished("short", "data.max_bytes=10000")
     line = refused(
-        in_process("evaluate", f"checkpoint={run}", "measure=tokens", "measure.against=short"), "measure.against"
+        in_process("evaluate", f"checkpoint={run}", "measure=tokens", f"measure.against={short}"), "measure.against"
     )
     assert "another text" in line
-    both = ["measure.against=short", "data.test=other.txt"]
+    both = [f"measure.against={short}", "data.test=other.txt"]
     assert measured(run, *both)[0]["tokens"] == 22
 
 

@@ -102,13 +102,14 @@ class Dynamic:
             nll_axis.plot(end, static, label="static", color="tab:gray")
             nll_axis.plot(end, dynamic, label=f"dynamic ({found['settings']['rule']}, lr {found['settings']['lr']:g})")
             nll_axis.set(title="nll along the text", ylabel="nats per token")
+            nll_axis.margins(y=0.25)
             gain_axis.axhline(0.0, color="tab:gray", linewidth=1)
             gain_axis.plot(end, np.cumsum((dynamic - static) * tokens) / end, color="tab:green", label="so far")
             gain_axis.plot(end, dynamic - static, ".", color="tab:green", alpha=0.3, label="each stretch")
-            gain_axis.set(title="dynamic minus static: below 0 is better", ylabel="nats per token")
+            gain_axis.set(title="dynamic minus static", ylabel="nats per token (below 0: better)")
             for axis in axes[0]:
                 axis.set(xlabel="tokens read")
-                axis.legend()
+                axis.legend(loc="upper right" if axis is nll_axis else "best")
                 axis.grid(alpha=0.3)
 
 

@@ -38,9 +38,7 @@ def evenly(count: int, drawn: int) -> list[int]:
     return [round(step * (count - 1) / max(1, drawn - 1)) for step in range(drawn)]
 
 
-def draw_maps(
-    figure: Any, found: dict[str, Any], weights: np.ndarray, rows: list[int], columns: list[int]
-) -> None:
+def draw_maps(figure: Any, found: dict[str, Any], weights: np.ndarray, rows: list[int], columns: list[int]) -> None:
     """The square roots of the weights, so that small ones show: key 0 is the segment's first, those below 0 are memory.
 
     A dotted line parts the compressed rows from the others.
@@ -70,11 +68,13 @@ def draw_mass(axes: Any, layers: list[dict[str, Any]]) -> None:
     """How the mass of a layer adds up with the distance."""
     from matplotlib import colormaps
 
+    named = evenly(len(layers), min(len(layers), ROWS))
     for index, layer in enumerate(layers):
         mass = np.cumsum(np.mean(layer["mass_by_distance"], axis=0))
         color = colormaps["viridis"](index / max(1, len(layers) - 1) * 0.9)
-        axes.plot(1 + np.arange(len(mass)), mass, color=color, label=f"layer {layer['layer']}")
-    axes.legend(fontsize=7 if len(layers) < 9 else 5)
+        label = f"layer {layer['layer']}" if index in named else None
+        axes.plot(1 + np.arange(len(mass)), mass, color=color, label=label)
+    axes.legend(fontsize=7)
     axes.set_xscale("log")
     axes.set(xlabel="1 + distance (keys)", ylabel="mass up to there", ylim=(0, 1.03), title="mass by distance")
     axes.grid(alpha=0.3)
@@ -94,6 +94,7 @@ def draw_shares(axes: Any, layers: list[dict[str, Any]]) -> None:
     axes.legend(fontsize=7, loc="upper center", ncols=3)
     axes.set(xlabel="layer (a dot: a head's memory)", ylabel="share of the attention", ylim=(0, 1.2))
     axes.set_title("what it falls on")
+    axes.tick_params(axis="x", labelsize=10 if len(layers) < 10 else 6)
 
 
 def draw_terms(axes: Any, layers: list[dict[str, Any]]) -> None:
@@ -108,5 +109,5 @@ def draw_terms(axes: Any, layers: list[dict[str, Any]]) -> None:
     axes.legend(fontsize=8, ncols=len(terms))
     axes.set(xlabel="layer", ylabel="deviation over the keys", title="the terms of the logits")
     if drawn:  # untrained biases are zero
-        axes.set(yscale="log", ylim=(min(drawn) / 3, max(drawn) * 3))
+        axes.set(yscale="log", ylim=(min(drawn) / 3, max(drawn) * 8))
     axes.grid(alpha=0.3, axis="y")

@@ -136,7 +136,7 @@ def coloured(subject: Subject, losses: np.ndarray, full: float) -> str:
     """The tokens by their loss, `full` being full colour: those that make up one character together, by their mean."""
     nll = [math.nan, *losses.tolist()]  # nothing predicts the first
     spans = []
-    for first, stop, text in whole_characters(subject.vocab, subject.split.tokens[: len(nll)]):
+    for first, stop, text in whole_characters(subject.vocab, subject.split.tokens[: len(nll)].tolist()):
         text, own = escape(text.replace("\n", "↵\n")), nll[first:stop]
         mean = sum(own) / len(own)
         if math.isnan(mean):

@@ -57,8 +57,7 @@ class RECL:
 
     def run(self, subject: Subject, found: dict[str, Any], out: Path) -> Iterator[float]:
         """Reads one context after the other with all models; a context that is not through leaves nothing."""
-        group = self._group(subject)
-        models = {name: one.model() for name, one in group.items()}
+        group, models = self._group(subject)
         contexts = range(self.step, self.longest + 1, self.step)
         targets = self._targets(subject, contexts[-1])
         found |= {"models": {name: one.settings for name, one in group.items()}, "positions": targets.tolist()}
@@ -80,12 +79,14 @@ class RECL:
             found["ratios"] = [self._lengths(found, ratio) for ratio in self.ratios]
             yield done / whole
 
-    def _group(self, subject: Subject) -> dict[str, Subject]:
-        """The checkpoint and the others by the names they were given, all of the same tokens."""
+    def _group(self, subject: Subject) -> tuple[dict[str, Subject], dict[str, TransformerXL]]:
+        """The checkpoint and the others by the names they were given, all of the same tokens; and their models."""
         group = {subject.asked["checkpoint"]: subject}
+        models = {subject.asked["checkpoint"]: subject.model()}
         for name in self.against:
             try:
                 other = subject.other(name)
+                models[name] = other.model()
             except ValueError as error:
                 raise ValueError(f"measure.against: {name} cannot be read so ({error})") from error
             if any(other.path.samefile(one.path) for one in group.values()):
@@ -96,7 +97,7 @@ class RECL:
                 words = f"data.{subject.split.name}=FILE gives all the same"
                 raise ValueError(f"measure.against: {name} reads another text; {words}")
             group[name] = other
-        return group
+        return group, models
 
     def _targets(self, subject: Subject, longest: int) -> Int[np.ndarray, "t"]:
         """The places of the tokens to be predicted, each after `longest` others."""

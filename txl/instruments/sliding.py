@@ -114,7 +114,7 @@ class Sliding:
                 words = f"{row[f'{clock}_slowdown']:,.0f}×"
                 seconds_axis.annotate(words, at, textcoords="offset points", xytext=(0, 7), ha="center")
             unit = "CPU milliseconds" if clock == "cpu" else "milliseconds"
-            seconds_axis.set(title="Time, and how much slower the window is", ylabel=f"{unit} per token", yscale="log")
+            seconds_axis.set(title="Time, and the window's slowdown", ylabel=f"{unit} per token", yscale="log")
             nll_axis.set(title=f"nll of the same {found.get('tokens', 0)} targets", ylabel="nats per token")
             seconds_axis.margins(0.12)
             for axis in axes[0]:

@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from txl.signals import Stopped
 EVERY = 10.0  # seconds between two lines of progress where there is no terminal
 
 
+@runtime_checkable
 class Instrument(Protocol):
     """What `evaluate.py measure=NAME` asks. Its keyword arguments are the keys `measure.*`."""
 
