@@ -60,16 +60,17 @@ def work(asked: dict, ranks: "Ranks", stop: StopSignals) -> dict:
     named = [] if plain else asked["measured_by"] or [f"measure={runs.short_hash(asked['measure'])}"]
     name = runs.evaluation_name(subject.path, asked, other_text(asked), named)
     out = subject.path.parent / "evaluate" / name if asked["out"] is None else Path(asked["out"])
+    instrument = None if plain else hydra_config.build(asked["measure"])
     if ranks.main:
         runs.make(out.parent, "out: the figure's folder (out=FILE names another)")
     if out.is_dir():
         raise ValueError(f"out: {out} is a folder")
     with memory_named("tgt_len", "batch_size", "mem_len"):
-        if not plain:
+        if instrument is not None:
             from txl.instruments.taking import take
 
             stop.go_on()
-            return take(hydra_config.build(asked["measure"]), subject, out, received=lambda: stop.received)
+            return take(instrument, subject, out, received=lambda: stop.received)
         figure = evaluate(
             subject.model(),
             subject.split,

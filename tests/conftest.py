@@ -6,6 +6,7 @@ import os
 import random
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -157,8 +158,9 @@ def state_of(path: Path) -> dict:
 
 
 def run_files(path):
-    """What a run's folder holds."""
-    return {file.name: file.read_bytes() for file in path.iterdir() if file.name != ".lock"}
+    """What a run's folder holds, and the folders in it."""
+    files = (file for file in path.rglob("*") if file.name != ".lock")
+    return {str(file.relative_to(path)): file.read_bytes() if file.is_file() else None for file in files}
 
 
 def compose(*overrides: str, config_name: str = "train"):
@@ -204,7 +206,7 @@ def hub_folders(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def trained_run(tmp_path_factory) -> Path:
+def trained_run(tmp_path_factory) -> Iterator[Path]:
     """The folder of a small finished run, not to be changed."""
     folder, before = tmp_path_factory.mktemp("trained"), os.getcwd()
     os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.getbasetemp() / "cache")
@@ -214,7 +216,10 @@ def trained_run(tmp_path_factory) -> Path:
     finally:
         os.chdir(before)
     assert outcome.status == 0, outcome.stderr
-    return next((folder / "outputs" / "tiny").iterdir())
+    run = next((folder / "outputs" / "tiny").iterdir())
+    files = run_files(run)
+    yield run
+    assert run_files(run) == files, "a test has changed the run that all share"
 
 
 @pytest.fixture

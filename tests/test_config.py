@@ -158,7 +158,7 @@ def test_check_reports_everything_at_once():
         (["model.n_layer=0"], "model.n_layer: must be at least 1 and below 2.31, got 0"),
         (["model.dropout=1.0"], r"model.dropout: must lie in \[0, 1\), got 1.0"),
         (["model.position.clamp_len=0"], "model.position.clamp_len: must be at least 1 and below 2.31, or null"),
-        (["model.activation=swish"], "model.activation: must be one of relu, gelu, gelu_tanh; got 'swish'"),
+        (["model.activation=swish"], "model.activation: must be one of relu, gelu, gelu_tanh, swiglu; got 'swish'"),
         (["model.d_embed=0"], "model.d_embed: must be at least 1 and below 2.31, got 0"),
     ],
 )

@@ -1,6 +1,7 @@
 import itertools
 import json
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -46,8 +47,7 @@ def test_each_pair_is_the_figure_and_the_loss_by_what_is_seen(same_length, batch
     settings = [f"checkpoint={file}", SMALL, "tgt_len=7", f"batch_size={batch_size}", f"same_length={same_length}"]
     subject = subject_of(*settings)
     found = measured(Context(mem_lens=[None, 5, 40], clamp_lens=[None, 3], max_segments=max_segments), subject)
-    edges, nlls = found["seen"], []
-    assert edges[0] == 0 and len(edges) <= 65
+    edges, nlls, furthest = found["seen"], [], 0
     pairs = [(one["mem_len"], one["clamp_len"]) for one in found["settings"]]
     assert pairs == list(itertools.product([None, 5, 40], [None, 3]))
     for one in found["settings"]:
@@ -66,7 +66,9 @@ def test_each_pair_is_the_figure_and_the_loss_by_what_is_seen(same_length, batch
             assert one["nll_by_seen"][k] == (mean and pytest.approx(mean, rel=1e-5))
         assert sum(one["tokens_by_seen"]) == len(slow) == one["tokens"]
         nlls.append(one["nll"])
+        furthest = max(furthest, *(seen for seen, _ in slow))
     assert len(set(nlls)) == 6
+    assert edges[0] == 0 and edges[-1] == furthest + 1 and len(edges) <= 65
     best = min(found["settings"], key=lambda one: one["nll"])
     assert found["best"] == {name: best[name] for name in ("mem_len", "clamp_len", "nll", "ppl")}
 
@@ -132,7 +134,8 @@ def test_what_was_read_before_an_interruption_is_kept(through, trained_run, caps
     instrument = Context(mem_lens=[None, 8, 16], clamp_lens=[None], max_segments=None)
     whole = measured(instrument, subject)
     shares = list(instrument.run(subject, {}, Path("o.json")))
-    assert len(shares) == 9  # three for each length, the third once it is through
+    assert shares == pytest.approx([number / 9 for number in range(1, 10)], abs=0.01)  # three for each length
+    assert len(list(replace(instrument, max_segments=1).run(subject, {}, Path("o.json")))) == 3  # reads no more
     answers = iter([*[None] * (3 * through), *[signal.SIGINT] * 2])
     with pytest.raises(Stopped) as stop:
         take(instrument, subject, Path("o.json"), received=lambda: next(answers))

@@ -179,6 +179,16 @@ def test_whatever_comes_from_a_run_is_escaped(run):
     assert any(re.fullmatch(r"nll \S+ \+ \S+ \+ \S+, position \d+", given["title"]) for given, _ in page.spans)
 
 
+def test_a_token_that_is_markup_is_escaped():
+    """A word may hold a whole element; the letters of one, each in a span of its own, are harmless anyway."""
+    text = (HOSTILE + "\none two \n").encode()
+    data = text_data(train=text * 40, valid=text * 10, test=text * 10)
+    small = ["tgt_len=16", "batch_size=2", "steps=2", "model.d_model=16", "model.n_layer=1", "sample.max_new_tokens=4"]
+    _, _, page = measured(finished("words", *data, "data/vocab=words", *small), "measure.length=7")
+    words = [*HOSTILE.split(), "\n", "one", "two", "\n"]
+    assert [text for _, text in page.spans] == ["↵\n" if word == "\n" else f"{word} " for word in words]
+
+
 def test_interrupted_it_shows_what_was_read(run, monkeypatch):
     monkeypatch.setattr("txl.evaluation.AT_ONCE", 16)
     answers = iter([None, signal.SIGINT, signal.SIGINT])

@@ -75,7 +75,7 @@ class Context:
     def _edges(self, subject: Subject, models: list[TransformerXL]) -> np.ndarray:
         """Borders of bins that hold all that any of the models sees: whole numbers, then ever longer stretches."""
         _, scored_len = self._lane_len(subject)
-        longest = min(scored_len - 1, max(reach_of(model) for model in models) + subject.tgt_len - 1)
+        longest = min(scored_len - 1, max(sight(model, subject.tgt_len - 1) for model in models))
         return np.unique([0, *np.geomspace(1, longest + 1, BINS).round().astype(int)])
 
     def _figures(self, model: TransformerXL, subject: Subject, nll: np.ndarray, edges: np.ndarray) -> dict[str, Any]:
@@ -168,8 +168,13 @@ def seen_before(model: TransformerXL, subject: Subject, places: np.ndarray, lane
     if subject.split.borders is not None:
         begins = np.concatenate([[0], subject.split.borders])
         before = np.minimum(before, places - begins[np.searchsorted(begins, places, side="right") - 1])
+    return np.minimum(before, sight(model, in_lane % subject.tgt_len))
+
+
+def sight(model: TransformerXL, place: int | np.ndarray) -> int | np.ndarray:
+    """How many tokens before its own a layer sees at the most from these places of a segment."""
     same = model.same_length and model.memory.mem_len is not None
-    return np.minimum(before, reach_of(model) + (0 if same else in_lane % subject.tgt_len))
+    return reach_of(model) + (0 if same else place)
 
 
 def named(length: int | None) -> str:
