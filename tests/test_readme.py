@@ -34,10 +34,13 @@ def test_readme_commands_run(command, trained_run, tmp_path):
     run = tmp_path / "RUN"
     shutil.copytree(trained_run, run)
     Path("more").mkdir()
+    shutil.copytree(trained_run, tmp_path / "OTHER")
     for name in ("a.txt", "b.txt", "c.txt", "other.txt", "start.txt", "more/d.txt"):
         Path(name).write_bytes(b"to be or not to be,\n\nthat is the question\n" * 50)
     program, *arguments = shlex.split(command.replace("outputs/python_docs/default", "RUN"))[1:]
     entry = program.removesuffix(".py")
+    if any(one.startswith("sweep=") for one in arguments):  # one run of it: tests/test_sweep.py has them all
+        arguments += ["hydra.sweeper.params={experiment:encoding_alibi}"]
     if entry == "generate":
         arguments.append("max_new_tokens=5")
     if entry == "train" and not {"--help", "--cfg"} & set(arguments):
