@@ -79,11 +79,11 @@ MODELS = {
 @pytest.mark.parametrize("tgt_len", [1, 4, 7])
 def test_segments_of_any_length_and_warmed_lanes_give_the_figure_of_tgt_len(model, batch_size, tgt_len):
     """Three layers, so that a lane must be warmed by more than the memory; the text ends inside a segment."""
-    model, split = tiny_model(*MODELS[model], "model.n_layer=3"), split_of(301)
+    model, split = tiny_model(*MODELS[model], "model.n_layer=3"), split_of(151)
     expected = by_hidden_states(model, split, tgt_len=tgt_len, batch_size=batch_size)
-    for choice in ({}, {"length": 1}, {"length": 30}, {"length": 300}, {"warmed": 4}, {"warmed": 7, "length": 13}):
+    for choice in ({}, {"length": 1}, {"length": 150}, {"warmed": 4}, {"warmed": 7, "length": 13}):
         found, n_token = nll_of(model, split, tgt_len=tgt_len, batch_size=batch_size, **choice)
-        assert n_token == 300
+        assert n_token == 150
         assert found == pytest.approx(expected, rel=1e-12, abs=1e-9), choice
 
 

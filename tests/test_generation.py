@@ -79,7 +79,7 @@ def one_by_one(texts, tokens):
 
 
 @pytest.mark.parametrize("variant", MODELS)
-@pytest.mark.parametrize("prompt_len", [1, 5, 12, 33])
+@pytest.mark.parametrize("prompt_len", [1, 12, 33])
 def test_cached_generation_equals_recomputation_at_every_step(variant, prompt_len):
     """Far past several times the memory, for which the buffers move many times."""
     model, further = tiny_model(*MODELS[variant]), 60

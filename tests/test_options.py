@@ -44,8 +44,7 @@ def test_every_position_with_every_memory(position, memory):
     assert outcome.status == 0 and len(outcome.stdout) > 10
 
 
-@pytest.mark.parametrize("memory", ["segment", "compressive"])
-@pytest.mark.parametrize("position", ["shaw", "absolute_per_layer"])
+@pytest.mark.parametrize(("position", "memory"), [("shaw", "segment"), ("absolute_per_layer", "compressive")])
 def test_a_run_that_goes_on_is_one_that_never_stopped(position, memory):
     """Tables, convolutions, coarse rows: everything is in the checkpoint."""
     options = ["model.dropout=0.2", "model.dropoute=0.1", "model.dropouti=0.2", "model.dropouto=0.2", "model.wdrop=0.1"]

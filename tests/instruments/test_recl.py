@@ -167,9 +167,10 @@ def test_a_group_that_does_not_read_the_same_tokens_is_refused(trained_run):
     letters = json.dumps({"kind": "characters", "characters": "".join(map(chr, range(200)))})
     archive.write(Path("letters.pt"), {**content, "vocab": letters})
     asked = ["evaluate", f"checkpoint={trained_run}", "measure=recl", "measure.longest=64", "measure.positions=5"]
+    asked.append("out=o.json")
     for name, words in {other: "text", "letters.pt": "vocabulary", trained_run: "already"}.items():
         line = refused(in_process(*asked, f"measure.against=['{name}']"), "measure.against")
         assert words in line and str(name) in line
-    asked += [f"measure.against=['{other}']", "data.test=test.txt", "out=o.json"]
+    asked += [f"measure.against=['{other}']", "data.test=test.txt"]
     assert in_process(*asked).status == 0
     assert "RotaryPosition" in refused(in_process(*asked, "clamp_len=8"), "measure.against")
