@@ -52,8 +52,9 @@ def work(asked: dict, ranks: "Ranks", stop: StopSignals) -> dict:
     """One process's part in the figure, or another measurement, which takes one process."""
     from txl import runs, tracking
     from txl.evaluation import evaluate
+    from txl.instruments import taking
     from txl.instruments.subject import Subject, other_text
-    from txl.runtime import memory_named, write_json
+    from txl.runtime import memory_named, naming, write_json
 
     subject = Subject.of(asked, ranks)
     plain = asked["measure"]["_target_"] == FIGURE
@@ -61,16 +62,13 @@ def work(asked: dict, ranks: "Ranks", stop: StopSignals) -> dict:
     name = runs.evaluation_name(subject.path, asked, other_text(asked), named)
     out = subject.path.parent / "evaluate" / name if asked["out"] is None else Path(asked["out"])
     instrument = None if plain else hydra_config.build(asked["measure"])
+    runs.check_out(out, subject.path, () if plain else taking.ENDINGS)
     if ranks.main:
         runs.make(out.parent, "out: the figure's folder (out=FILE names another)")
-    if out.is_dir():
-        raise ValueError(f"out: {out} is a folder")
     with memory_named("tgt_len", "batch_size", "mem_len"):
         if instrument is not None:
-            from txl.instruments.taking import take
-
             stop.go_on()
-            return take(instrument, subject, out, received=lambda: stop.received)
+            return taking.take(instrument, subject, out, received=lambda: stop.received)
         figure = evaluate(
             subject.model(),
             subject.split,
@@ -80,8 +78,9 @@ def work(asked: dict, ranks: "Ranks", stop: StopSignals) -> dict:
             ranks=ranks,
         )
     if ranks.main:
-        write_json(out, figure)
         print(json.dumps(figure), flush=True)
+        with naming(f"out: {out}"):
+            write_json(out, figure)
         tracking.figures_table({asked["split"]: figure}, stderr=True)
         ranks.say(f"written to {out}")
     return figure

@@ -25,7 +25,7 @@ def test_rows_of_the_ablations_end_in_a_table_and_a_plot():
     given = ["sweep=ablations", f"experiment={','.join(rows)}", *TINY[:5], *TINY[6:]]
     outcome = in_process("train", "-m", *given)
     assert outcome.status == 0, outcome.stderr
-    *_, first, second, _, picture, table = outcome.stdout.decode().splitlines()
+    *_, first, second, _, table, picture = outcome.stdout.decode().splitlines()
     assert {line.split()[1] for line in (first, second)} == set(rows)
     files = [Path(line.removeprefix("sweep: ")) for line in (picture, table)]
     assert {file.parent for file in files} == {Path("outputs/.sweep")} and files[0].name.startswith("ablations_")
@@ -50,6 +50,19 @@ def test_a_failed_point_is_named_and_loses_nothing_else():
     assert failed.startswith("failed: model.n_layer=0 ") and failed.endswith(why)
     assert {line.split()[1] for line in shown if "│ n_layer=" in line} == {"n_layer=1", "n_layer=2"}
     assert shown[-1].startswith("sweep: outputs/.sweep/") and Path(shown[-1].removeprefix("sweep: ")).exists()
+
+
+def test_a_file_that_cannot_be_written_costs_no_other_and_no_table():
+    given = ["seed=1,2", "steps=2", *TINY[1:6], *TINY[7:]]
+    assert in_process("train", "-m", *given).status == 0
+    (table,), (picture,) = (list(Path("outputs/.sweep").glob(f"*.{ending}")) for ending in ("csv", "png"))
+    picture.unlink()
+    table.unlink()
+    picture.mkdir()
+    outcome = in_process("train", "-m", *given)
+    assert outcome.status == 1 and table.exists()
+    assert outcome.stderr.splitlines()[-1].startswith(f"sweep: {picture} cannot be written (")
+    assert "│ " in outcome.stdout.decode()
 
 
 def test_a_sweep_of_failures_has_no_table_but_says_why():

@@ -16,6 +16,7 @@ from txl.transformer import (
     ScaledEmbedding,
     SinusoidalPositions,
     causal_mask,
+    check_mask,
 )
 
 BATCH, N, N_SOURCE, D_MODEL, N_HEAD, D_INNER = 3, 5, 7, 12, 3, 20
@@ -361,3 +362,25 @@ def test_a_tiny_encoder_decoder_learns_to_copy(pre_norm):
     assert all(parameter.grad.any() for parameter in copier.parameters())
     assert loss < 0.1  # 0.5 without the source
     assert torch.equal(copier(text, shifted).argmax(dim=-1), text)
+
+
+def test_attention_over_nothing_gives_zeros():
+    attention = MultiHeadAttention(d_model=6, n_head=2)
+    torch.nn.init.normal_(attention.o_net.bias)
+    queries, nothing = torch.randn(2, 3, 6), torch.randn(2, 0, 6)
+    for mask in (None, torch.ones(3, 0, dtype=torch.bool)):
+        output, weights = attention(queries, nothing, nothing, mask, return_weights=True)
+        assert torch.equal(output, torch.zeros(2, 3, 6)) and weights.shape == (2, 2, 3, 0)
+
+
+@pytest.mark.parametrize("shape", [(5, 2, 4), (1, 3, 2, 4), (4,), (3, 4), (2, 5), ()])
+def test_a_mask_of_another_shape_is_refused(shape):
+    with pytest.raises(ValueError, match="mask: must have the shape"):
+        check_mask(torch.ones(shape, dtype=torch.bool), 3, 2, 4)
+    for good in ((2, 4), (1, 4), (2, 1), (3, 2, 4), (3, 1, 4), (1, 1, 1)):
+        check_mask(torch.ones(good, dtype=torch.bool), 3, 2, 4)
+
+
+def test_no_head_is_refused():
+    with pytest.raises(ValueError, match=r"model.n_head: must be at least 1, got 0"):
+        MultiHeadAttention(d_model=6, n_head=0)

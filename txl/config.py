@@ -177,6 +177,13 @@ def launch(main: Callable[[], Any], *, literals: bool = False, stoppable: bool =
         os.environ["HYDRA_FULL_ERROR"] = before
 
 
+def remember(error: Exception) -> None:
+    """Makes a mistake the reason why a launched program fails, at its end, if it is the first one; elsewhere raises it."""
+    if not _mistakes:
+        raise error
+    _mistakes[0] = _mistakes[0] or error
+
+
 def entry_point(config_name: str) -> Callable:
     """`hydra.main` on this project's configuration.
 
@@ -193,7 +200,7 @@ def entry_point(config_name: str) -> Callable:
             try:
                 return task(cfg)
             except Exception as error:
-                _mistakes[0] = _mistakes[0] or error
+                remember(error)
                 return error
 
         return hydra.main(version_base="1.3", config_path=str(CONF), config_name=config_name)(job)

@@ -130,16 +130,18 @@ def total_nll(
 def figure(total: float, n_token: int, n_bytes: int, n_word: int | None = None) -> dict[str, Any]:
     """Sums to figures: nll (nats per token), ppl = exp(nll) (None beyond 1e304), bits_per_token, bits_per_byte of text; what they are of.
 
+    What is per byte or per word is None where the text has none: a line end alone, a script that parts no words.
+
     bits_per_byte = total / (ln 2 * bytes): the same text gives comparable figures whatever its tokens are. So does
     ppl_per_word = exp(total / words), given the number of words and line ends: it stands beside a word-level model's ppl.
     """
     nll = total / n_token
-    per_word = {} if n_word is None else {"ppl_per_word": _exp(total / n_word), "words": n_word}
+    per_word = {} if n_word is None else {"ppl_per_word": _exp(total / n_word) if n_word else None, "words": n_word}
     return {
         "nll": nll,
         "ppl": _exp(nll),
         "bits_per_token": nll / math.log(2),
-        "bits_per_byte": total / math.log(2) / n_bytes,
+        "bits_per_byte": total / math.log(2) / n_bytes if n_bytes else None,
         "tokens": n_token,
         "bytes": n_bytes,
         **per_word,

@@ -21,7 +21,7 @@ from rich.table import Table
 from txl.config import load_yaml
 from txl.resuming import flat
 from txl.runs import FREE, key_of, result
-from txl.runtime import write_whole
+from txl.runtime import naming, write_whole
 
 SPLITS = ("valid", "test")
 FIGURES = ("nll", "least", "most", "bits_per_byte")
@@ -68,7 +68,7 @@ def _row(settings: Mapping[str, Any], members: Sequence[tuple[dict[str, Any], di
         nll = [figures[split]["nll"] for _, figures in members]
         bits = [figures[split]["bits_per_byte"] for _, figures in members]
         row[split] = {"nll": statistics.fmean(nll), "least": min(nll), "most": max(nll)}
-        row[split] |= {"bits_per_byte": statistics.fmean(bits), "each": bits}
+        row[split] |= {"bits_per_byte": None if None in bits else statistics.fmean(bits), "each": bits}
     return row
 
 
@@ -114,8 +114,9 @@ def show(rows: list[dict[str, Any]], failed: Mapping[str, str] | None = None) ->
             f"{row[split]['nll']:.4f}" + (f" ({row[split]['least']:.4f} to {row[split]['most']:.4f})" if spread else "")
             for split in SPLITS
         ]
-        seeds = str(len(row["seeds"]))
-        table.add_row(row["label"], f"{row['parameters']:,}", seeds, *cells, f"{row['test']['bits_per_byte']:.4f}")
+        bits = row["test"]["bits_per_byte"]
+        cells.append("-" if bits is None else f"{bits:.4f}")
+        table.add_row(row["label"], f"{row['parameters']:,}", str(len(row["seeds"])), *cells)
     console = Console(highlight=False, markup=False)
     console = console if console.is_terminal else Console(highlight=False, markup=False, width=240)
     console.print(table)
@@ -133,6 +134,8 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     figure, axis = pyplot.subplots(figsize=(10, 1.2 + 0.4 * len(rows)), layout="constrained")
     for place, row in enumerate(rows):
         each, mean = row["test"]["each"], row["test"]["bits_per_byte"]
+        if mean is None:
+            continue
         axis.plot([min(each), max(each)], [place, place], color="tab:blue", alpha=0.5)
         axis.plot(each, [place] * len(each), "o", color="tab:blue", markerfacecolor="none")
         axis.plot([mean], [place], "o", color="tab:blue")
@@ -176,12 +179,15 @@ def main(arguments: list[str]) -> int:
         asked = parser.parse_args(arguments)
         if not asked.folders:
             raise ValueError("give folders: python -m txl.report outputs/NAME...")
+        if asked.plot is not None and asked.plot.suffix not in ("", ".png", ".svg", ".pdf"):
+            raise ValueError(f"--plot: {asked.plot} is to end in .png, .svg or .pdf")
         rows = leaderboard(find(asked.folders))
         show(rows)
         files: list[tuple[Callable[[list, Path], None], Path | None]] = [(plot, asked.plot), (write_csv, asked.csv)]
-        for write, file in files:
+        for (write, file), option in zip(files, ("--plot", "--csv"), strict=True):
             if file is not None:
-                write(rows, file)
+                with naming(f"{option}: {file}"):
+                    write(rows, file)
     except (ValueError, OSError) as error:
         print(" ".join(str(error).split()), file=sys.stderr)
         return 1

@@ -5,7 +5,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,15 @@ FREE = {
 }  # change no figure
 LONGEST = 100
 FILES = ("train", "valid", "test", "path")  # of `data.`
+OWN = (
+    "config.yaml",
+    "overrides.json",
+    "metrics.jsonl",
+    "curves.png",
+    "sample.txt",
+    "result.json",
+    "vocab.json",
+)  # a run's
 PLAIN = (
     "vocab",
     "fractions",
@@ -147,6 +156,19 @@ def make(path: Path, what: str = "name: the run's folder") -> None:
         (path / ".writable").unlink(missing_ok=True)
     except OSError as error:
         raise ValueError(f"{what} cannot be written: {path} ({error.strerror})") from error
+
+
+def check_out(out: Path, checkpoint: Path, endings: Iterable[str] = ()) -> None:
+    """Raises ValueError where a figure's JSON, or a file of another ending beside it, would take the place of a run's file."""
+    if out.is_dir():
+        raise ValueError(f"out: {out} is a folder")
+    if out.suffix in (".pt", *endings):
+        raise ValueError(f"out: {out} is to be JSON; give it a name that does not end in {out.suffix}")
+    taken = [out, *(out.with_suffix(ending) for ending in endings)]
+    of_a_run = {*OWN} if (out.parent / "overrides.json").exists() else set()
+    for file in taken:
+        if file.name in of_a_run or (file.exists() and file.samefile(checkpoint)):
+            raise ValueError(f"out: {file} is a run's own; give the figure another name")
 
 
 def other_text(data: Mapping[str, Any], asked: Mapping[str, Any], split: str) -> dict[str, Any]:

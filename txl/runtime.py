@@ -135,6 +135,15 @@ def write_whole(path: Path, write: Callable[[BinaryIO], None]) -> None:
     sync_folder(path.parent)
 
 
+@contextlib.contextmanager
+def naming(what: str) -> Iterator[None]:
+    """Inside, a file that cannot be written is a ValueError that begins with `what`: the key, and the file."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(f"{what} cannot be written ({error.strerror or error})") from error
+
+
 def sync_folder(folder: Path) -> None:
     """Brings the names in a folder to disk."""
     descriptor = os.open(folder, os.O_RDONLY)

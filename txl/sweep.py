@@ -5,7 +5,7 @@ from typing import Any
 
 from hydra.experimental.callback import Callback
 
-from txl.config import plain
+from txl.config import plain, remember
 
 
 class Report(Callback):
@@ -32,15 +32,21 @@ class Report(Callback):
     def on_multirun_end(self, config: Any, **_: Any) -> None:
         """The table, and its files in Hydra's folder for sweeps, named as the sweep is."""
         from txl import report
+        from txl.runtime import naming
 
         rows = report.leaderboard(self.runs)
         if rows or self.failed:
             report.show(rows, self.failed)
-        if rows:
-            path = Path(config.hydra.sweep.dir) / name_of(list(config.hydra.overrides.task))
-            for write, ending in ((report.plot, "png"), (report.write_csv, "csv")):
-                file = path.with_name(f"{path.name}.{ending}")
-                write(rows, file)
+        path = Path(config.hydra.sweep.dir) / name_of(list(config.hydra.overrides.task))
+        for write, ending in ((report.write_csv, "csv"), (report.plot, "png")) if rows else ():
+            file = path.with_name(f"{path.name}.{ending}")
+            try:
+                with naming(f"sweep: {file}"):
+                    write(rows, file)
+            except ValueError as error:
+                remember(error)
+                print(error)
+            else:
                 print(f"sweep: {file}")
 
 

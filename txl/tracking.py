@@ -329,8 +329,11 @@ def figures_table(figures: Mapping[str, Mapping[str, Any]], *, stderr: bool = Fa
     by_word = ["ppl_per_word"] if any("ppl_per_word" in one for one in figures.values()) else []
     table = Table("", "nll", "ppl", *(name.replace("_", " ") for name in by_word), "bits per byte", "tokens")
     for name, one in figures.items():
-        perplexities = [_rounded(one.get(key)) for key in ("ppl", *by_word)]
-        table.add_row(name, f"{one['nll']:.4f}", *perplexities, f"{one['bits_per_byte']:.4f}", f"{one['tokens']:,}")
+        perplexities = [
+            _rounded(one.get(key)) if key == "ppl" or one.get("words") else "-" for key in ("ppl", *by_word)
+        ]
+        bits = "-" if one["bits_per_byte"] is None else f"{one['bits_per_byte']:.4f}"
+        table.add_row(name, f"{one['nll']:.4f}", *perplexities, bits, f"{one['tokens']:,}")
     Console(stderr=stderr, highlight=False).print(table)
 
 

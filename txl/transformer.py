@@ -67,13 +67,15 @@ class MultiHeadAttention(nn.Module):
     The mask, boolean, is True where a query may see a key, in all heads. One without batch is for all rows of it; one for
     padded keys is [b 1 j]. A query that sees nothing gets zeros, without b_o. `d_head` is d_model / n_head unless it is
     given. `bias=False` leaves out all four b. Raises ValueError for a d_model that n_head does not divide where there is no
-    d_head, and for a mask that is not boolean.
+    d_head, for an n_head below 1, and for a mask that is not boolean or has another shape.
     """
 
     def __init__(
         self, *, d_model: int, n_head: int, d_head: int | None = None, dropatt: float | int = 0.0, bias: bool = True
     ):
         super().__init__()
+        if n_head < 1:
+            raise ValueError(f"model.n_head: must be at least 1, got {n_head}")
         if d_head is None and d_model % n_head:
             raise ValueError(f"model.n_head: must divide d_model, {d_model}, unless d_head is given; got {n_head}")
         self.n_head, self.d_head = n_head, d_model // n_head if d_head is None else d_head
@@ -93,19 +95,33 @@ class MultiHeadAttention(nn.Module):
         return_weights: bool = False,
     ) -> Float[Tensor, "b i m"] | tuple[Float[Tensor, "b i m"], Float[Tensor, "b h i j"]]:
         """With `return_weights` also A, as it was before dropout."""
-        if mask is not None and mask.dtype != torch.bool:
-            raise ValueError(f"mask: must be boolean, True where a query may see a key; got {mask.dtype}")
+        if mask is not None:
+            check_mask(mask, len(queries), queries.shape[1], keys.shape[1])
         q, k, v = self._heads(self.q_net(queries)), self._heads(self.k_net(keys)), self._heads(self.v_net(values))
         scores = einsum(q * self.d_head**-0.5, k, "b h i d, b h j d -> b h i j")
         weights = ops.masked_softmax(scores, mask[:, None] if mask is not None and mask.ndim == 3 else mask)
         attended = einsum(self.dropatt(weights).to(v.dtype), v, "b h i j, b h j d -> b h i d")
         output = self.o_net(rearrange(attended, "b h i d -> b i (h d)"))
-        if mask is not None:
+        if keys.shape[1] == 0:
+            output = torch.zeros_like(output)
+        elif mask is not None:
             output = output.masked_fill(~mask.any(dim=-1, keepdim=True), 0.0)
         return (output, weights) if return_weights else output
 
     def _heads(self, rows: Float[Tensor, "b k _"]) -> Float[Tensor, "b h k d"]:
         return rearrange(rows, "b k (h d) -> b h k d", h=self.n_head)
+
+
+def check_mask(mask: Tensor, n_batch: int, n_query: int, n_key: int) -> None:
+    """Raises ValueError for a mask that is not boolean, and for one of another shape than [#i #j] or [#b #i #j]."""
+    if mask.dtype != torch.bool:
+        raise ValueError(f"mask: must be boolean, True where a query may see a key; got {mask.dtype}")
+    full = (n_batch, n_query, n_key)[-mask.ndim :]
+    if mask.ndim not in (2, 3) or any(n != 1 and n != most for n, most in zip(mask.shape, full, strict=True)):
+        shape = f"[{n_query}, {n_key}] or [{n_batch}, {n_query}, {n_key}]"
+        raise ValueError(
+            f"mask: must have the shape {shape}, or 1 where it is the same for all; got {list(mask.shape)}"
+        )
 
 
 def causal_mask(n: int, device: torch.device | None = None) -> Bool[Tensor, "i j"]:

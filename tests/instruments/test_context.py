@@ -4,6 +4,7 @@ import signal
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from conftest import finished, in_process, refused, text_data
@@ -64,11 +65,13 @@ def test_each_pair_is_the_figure_and_the_loss_by_what_is_seen(same_length, batch
             assert one["tokens_by_seen"][k] == len(inside)
             mean = sum(inside) / len(inside) if inside else None
             assert one["nll_by_seen"][k] == (mean and pytest.approx(mean, rel=1e-5))
+            error = np.std(inside) / len(inside) ** 0.5 if inside else None
+            assert one["error_by_seen"][k] == (pytest.approx(error, rel=1e-3, abs=1e-5) if inside else None)
         assert sum(one["tokens_by_seen"]) == len(slow) == one["tokens"]
         nlls.append(one["nll"])
         furthest = max(furthest, *(seen for seen, _ in slow))
     assert len(set(nlls)) == 6
-    assert edges[0] == 0 and edges[-1] == furthest + 1 and len(edges) <= 65
+    assert edges[0] == 0 and edges[-1] == furthest + 1 and len(edges) <= 33
     best = min(found["settings"], key=lambda one: one["nll"])
     assert found["best"] == {name: best[name] for name in ("mem_len", "clamp_len", "nll", "ppl")}
 
@@ -86,11 +89,11 @@ def test_what_is_seen_ends_where_a_document_begins():
     assert one["nll"] == pytest.approx(sum(loss for _, loss in slow) / len(slow), rel=1e-6)
 
 
-def test_there_are_at_most_64_bins(trained_run):
+def test_there_are_at_most_32_bins(trained_run):
     subject = subject_of(f"checkpoint={trained_run}", "tgt_len=100")
     found = measured(Context(mem_lens=[500], clamp_lens=[None], max_segments=None), subject)
     edges = found["seen"]
-    assert edges[:4] == [0, 1, 2, 3] and edges[-1] == 600 and 40 < len(edges) <= 65
+    assert edges[:4] == [0, 1, 2, 3] and edges[-1] == 600 and 20 < len(edges) <= 33
     assert sum(found["settings"][0]["tokens_by_seen"]) == 999
 
 

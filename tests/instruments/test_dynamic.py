@@ -276,6 +276,13 @@ def test_interrupted_it_keeps_what_it_has(stop, trained_run):
     assert Path("o.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_rate_that_is_too_high_is_named_and_what_was_found_is_kept(trained_run):
+    outcome = in_process("evaluate", f"checkpoint={trained_run}", *FAST, "measure.lr=1.0e+30")
+    assert refused(outcome, "measure.lr").endswith("what was found by then stands in o.json")
+    found = json.loads(Path("o.json").read_text())
+    assert not found["complete"] and found["static"]["tokens"] == 48 and Path("o.png").exists()
+
+
 @pytest.mark.parametrize(
     ("override", "key"),
     [
@@ -283,7 +290,6 @@ def test_interrupted_it_keeps_what_it_has(stop, trained_run):
         ("measure.lr=-1", "measure.lr"),
         ("measure.lr=.inf", "measure.lr"),
         ("measure.lr=.nan", "measure.lr"),
-        ("measure.lr=1.0e+30", "measure.lr"),
         ("measure.decay=-0.1", "measure.decay"),
         ("measure.rule=sgd measure.decay=1.5", "measure.decay"),
         ("measure.epsilon=0", "measure.epsilon"),
@@ -293,7 +299,7 @@ def test_interrupted_it_keeps_what_it_has(stop, trained_run):
         ("+measure.clip=1", "measure.clip"),
         ("precision=fp16", "precision"),
         ("data.train=missing.txt split=train", "data.train"),
-        ("batch_size=2000", "data.train"),
+        ("batch_size=2000", "batch_size"),
     ],
 )
 def test_a_bad_value_is_one_line(override, key, trained_run):

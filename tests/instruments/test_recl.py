@@ -104,10 +104,13 @@ def test_as_a_user_asks_for_it(trained_run):
     said, found = json.loads(line), json.loads(Path("o.json").read_text())
     assert found["complete"] and found["contexts"] == [8, 16, 24, 32, 40]
     lengths = {str(one["ratio"]): one["recl"] for one in found["ratios"]}
+    assert "mem_len is shorter than measure.longest=40" in said.pop("warning") and "compressive" not in str(said)
     assert said == {"measure": "RECL", "split": "test", "recl": lengths}
+    assert [found["models"][str(run)]["mem_len"] for run in (trained_run, other)] == [16, 8]
     assert lengths.keys() == {"0.1", "0.5", "1.0"} and lengths["0.1"].keys() == {str(trained_run), str(other)}
     assert Path("o.png").read_bytes()[:4] == b"\x89PNG"
-    assert in_process("evaluate", f"checkpoint={trained_run}", *knobs, "out=alone.json").status == 0
+    alone = in_process("evaluate", f"checkpoint={trained_run}", *knobs, "mem_len=40", "out=alone.json")
+    assert alone.status == 0 and "warning" not in json.loads(alone.stdout)
     subject = subject_of(f"checkpoint={loud(other, 'loud.pt')}")  # whose keys cannot be kept
     found = measured(RECL(**KNOBS | {"longest": 60, "step": 20}), subject)
     slow = [nll_by_hand(subject, target, 60) for target in found["positions"]]

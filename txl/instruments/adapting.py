@@ -28,17 +28,26 @@ def adapting(model: TransformerXL, subject: Subject, lanes: list[ScoredLane], up
         update(gradient(model, nll, segment.scored))
 
 
-def add_squares(squares: list[Tensor], model: TransformerXL, subject: Subject, n_segment: int) -> Iterator[float]:
-    """Adds to `squares`, parameter by parameter, those of the gradients of the training text's first segments, lanes side by side.
+def training_lanes(subject: Subject) -> Lanes:
+    """The training text in lanes, side by side. Raises ValueError for a text too short for them."""
+    text = training_text(subject)
+    try:
+        return Lanes(text.tokens, batch_size=subject.batch_size, tgt_len=subject.tgt_len, borders=text.borders)
+    except ValueError as error:
+        raise ValueError(f"batch_size: measure.rule=rms reads training text too, and {error}") from error
+
+
+def add_squares(
+    squares: list[Tensor], model: TransformerXL, subject: Subject, lanes: Lanes, n_segment: int
+) -> Iterator[float]:
+    """Adds to `squares`, parameter by parameter, those of the gradients of the first segments of training text.
 
     Yields the share that is done; a segment's gradient is of its mean nll.
     """
-    text, tgt_len = training_text(subject), subject.tgt_len
-    lanes = Lanes(text.tokens, batch_size=subject.batch_size, tgt_len=tgt_len, borders=text.borders)
-    reader = Segments(model, tgt_len=tgt_len)
+    reader = Segments(model, tgt_len=subject.tgt_len)
     for number, segment in enumerate(itertools.islice(lanes, n_segment), 1):
         if segment.begins:
-            reader = Segments(model, tgt_len=tgt_len)
+            reader = Segments(model, tgt_len=subject.tgt_len)
         scored = torch.ones_like(segment.tokens, dtype=torch.bool)
         parts = gradient(model, nll_of(model, reader, segment, subject.precision), scored)
         for square, part in zip(squares, parts, strict=True):

@@ -17,7 +17,7 @@ from txl.model import TransformerXL
 from txl.reading import reach_of
 from txl.settings import TRAINED
 
-BINS = 64  # at most
+BINS = 32  # at most
 OFTEN = 30  # a picture leaves out what is seen so seldom that its mean is noise
 AT_ONCE = 2**20  # places that are counted at a time
 
@@ -31,9 +31,9 @@ class Context:
     That is how many tokens before its own the first layer sees from place p of a lane, or of a document beyond which no
     memory reaches; the layers above see further through it. For a compressive memory mem_len is all that it may span.
     What is found: `seen`, the edges of the bins (seen[k] <= seen(p) < seen[k + 1]); `settings`, for each pair its figures
-    (mem_len, clamp_len, same_length, nll, ppl, bits_per_token, bits_per_byte, tokens, bytes) and, by bin, `tokens_by_seen`
-    and `nll_by_seen` (nats, null in an empty bin); `best`, the pair of the lowest nll. `max_segments` ends each lane after as
-    many segments. Raises ValueError for a length below 1, for one given twice, and for a pair the model cannot be read with.
+    (mem_len, clamp_len, same_length, nll, ppl, bits_per_token, bits_per_byte, tokens, bytes) and, by bin, `tokens_by_seen`,
+    `nll_by_seen` and `error_by_seen`, its standard error (nats, null in an empty bin); `best`, the pair of the lowest nll.
+    `max_segments` ends each lane after as many segments. Raises ValueError for a length below 1, for one given twice, and for a pair the model cannot be read with.
     """
 
     mem_lens: list[int | None]
@@ -55,6 +55,8 @@ class Context:
         """Reads with one pair after the other; a pair that is not through leaves nothing."""
         pairs = list(itertools.product(self.mem_lens, self.clamp_lens))
         edges = self._edges(subject, [outline(subject, *pair) for pair in pairs])
+        for name in ("mem_len", "clamp_len"):  # each pair has its own
+            found.pop(name, None)
         found |= {"max_segments": self.max_segments, "seen": edges.tolist(), "settings": [], "best": None}
         nll = np.empty(len(subject.split.tokens) - 1)
         for done, (mem_len, clamp_len) in enumerate(pairs):
@@ -81,21 +83,30 @@ class Context:
     def _figures(self, model: TransformerXL, subject: Subject, nll: np.ndarray, edges: np.ndarray) -> dict[str, Any]:
         """What one reading of the split has given."""
         lane_len, scored_len = self._lane_len(subject)
-        sums, counts = np.zeros(len(edges) - 1), np.zeros(len(edges) - 1, dtype=np.int64)
+        sums, squares, counts = (
+            np.zeros(len(edges) - 1),
+            np.zeros(len(edges) - 1),
+            np.zeros(len(edges) - 1, dtype=np.int64),
+        )
         for start in range(0, len(nll), AT_ONCE):
             places = np.arange(start, min(start + AT_ONCE, len(nll)))
             places = places[places % lane_len < scored_len]
             bins = np.searchsorted(edges, seen_before(model, subject, places, lane_len), side="right") - 1
             sums += np.bincount(bins, nll[places], len(sums))
+            squares += np.bincount(bins, nll[places] ** 2, len(sums))
             counts += np.bincount(bins, minlength=len(counts))
         n_token = int(counts.sum())
+        with np.errstate(invalid="ignore", divide="ignore"):  # bins that hold nothing
+            means = sums / counts
+            errors = np.sqrt(np.maximum(squares / counts - means**2, 0.0) / counts)
         return {
             "mem_len": model.memory.mem_len,
             "clamp_len": model.position.clamp_len,
             "same_length": model.same_length,
             **figure(float(sums.sum()), n_token, subject.split.count_bytes(1, 1 + n_token)),
             "tokens_by_seen": counts.tolist(),
-            "nll_by_seen": [total / n if n else None for total, n in zip(sums.tolist(), counts.tolist(), strict=True)],
+            "nll_by_seen": [None if np.isnan(mean) else mean for mean in means.tolist()],
+            "error_by_seen": [None if np.isnan(error) else error for error in errors.tolist()],
         }
 
     def draw(self, found: dict[str, Any], path: Path) -> None:
@@ -112,19 +123,26 @@ class Context:
         from matplotlib.ticker import ScalarFormatter
 
         edges, clamp_len = np.array(found["seen"]), found["best"]["clamp_len"]
-        middles = (edges[:-1] + edges[1:] - 1) / 2
+        middles, first = (edges[:-1] + edges[1:] - 1) / 2, edges[-1]
         for one in found["settings"]:
             if one["clamp_len"] != clamp_len:
                 continue
-            counts, nll = np.array(one["tokens_by_seen"]), np.array(one["nll_by_seen"], dtype=float)
-            often = counts >= OFTEN * np.diff(edges)
+            counts = np.array(one["tokens_by_seen"])
+            nll, error = (np.array(one[f"{name}_by_seen"], dtype=float) for name in ("nll", "error"))
+            often = counts >= OFTEN * np.diff(edges)  # else it is the text's beginning
+            if often.any():
+                first = min(first, middles[often][0])
             colour = colormaps["viridis"](self.mem_lens.index(one["mem_len"]) / len(self.mem_lens))
             axes.plot(middles[often], nll[often], ".-", color=colour, label=f"mem_len {named(one['mem_len'])}")
+            axes.fill_between(
+                middles[often], (nll - error)[often], (nll + error)[often], color=colour, alpha=0.2, linewidth=0
+            )
         axes.set_xscale("symlog", linthresh=1)
-        axes.set_xlim(left=-0.2)
+        axes.set_xlim(left=0.9 * first - 0.2)
         axes.xaxis.set_major_formatter(ScalarFormatter())
         axes.legend(fontsize="small", ncols=1 + len(self.mem_lens) // 8)
-        axes.set_title(f"clamp_len {named(clamp_len)}; what was seen at least {OFTEN} times", fontsize="medium")
+        words = f"what was seen at least {OFTEN} times; its standard error"
+        axes.set_title(f"clamp_len {named(clamp_len)}; {words}", fontsize="medium")
 
     def _draw_by_length(self, found: dict[str, Any], axes: Any) -> None:
         for clamp_len in self.clamp_lens:

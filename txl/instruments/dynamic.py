@@ -16,7 +16,7 @@ from torch import Tensor
 from txl.data.streams import ScoredLane, ScoredSegment
 from txl.data.vocab import BPE
 from txl.evaluation import figure, losses, plan
-from txl.instruments.adapting import Scored, adapting, add_squares
+from txl.instruments.adapting import Scored, adapting, add_squares, training_lanes
 from txl.instruments.subject import Subject
 from txl.instruments.taking import picture
 from txl.model import TransformerXL
@@ -65,6 +65,7 @@ class Dynamic:
         """Reads the split with the weights as they are, then training text if need be, then the split while adapting to it."""
         if self.lr and subject.precision == "fp16":
             raise ValueError("precision: gradients in fp16 would have to be scaled; take bf16 or fp32")
+        training = training_lanes(subject) if self.lr and self.rule == "rms" else None
         found |= {"settings": asdict(self), "along": {"tokens": [], "dynamic": [], "static": []}}
         model, n_target = subject.model(), len(subject.split.tokens) - 1
         limits = dict(tgt_len=subject.tgt_len, batch_size=subject.batch_size, max_segments=self.max_segments)
@@ -78,9 +79,9 @@ class Dynamic:
         phases = [(1.0, static.read(as_it_is(), found, "static"))]
         if self.lr:
             update = Rule(self, model)
-            if self.rule == "rms":
+            if training is not None:
                 cost = LEARNING * self.statistics * subject.batch_size * subject.tgt_len / static.n_target
-                phases.append((cost, add_squares(update.squares, model, subject, self.statistics)))
+                phases.append((cost, add_squares(update.squares, model, subject, training, self.statistics)))
             adapted = adapting(model, subject, lanes, update)
             phases.append((LEARNING, dynamic.read(adapted, found, "dynamic", beside=static)))
         else:  # the weights stay, so that segments need not be read one by one

@@ -150,8 +150,11 @@ class RECL:
         axes.legend(fontsize="small")
 
     def summary(self, found: dict[str, Any]) -> dict[str, Any]:
-        """The lengths, by share of the positions and by checkpoint."""
-        return {"split": found["split"], "recl": {str(one["ratio"]): one["recl"] for one in found["ratios"]}}
+        """The lengths, by share of the positions and by checkpoint; a warning of memories shorter than the contexts."""
+        lengths = {str(one["ratio"]): one["recl"] for one in found["ratios"]}
+        short = [name for name, one in found["models"].items() if (one["mem_len"] or self.longest) < self.longest]
+        words = f"mem_len is shorter than measure.longest={self.longest}: a layer of {', '.join(short)} sees no further"
+        return {"split": found["split"], "recl": lengths} | ({"warning": words} if short else {})
 
 
 def nll_after(
@@ -179,7 +182,7 @@ def relative_gains(nll: Float[np.ndarray, "n c t"], ratio: float) -> Float[np.nd
         best = nll[:, c].min(axis=0)
         hardest = np.argsort(-best, kind="stable")[: max(1, round(ratio * n_target))]
         before, after = best[hardest], np.minimum(best, nll[:, c + 1])[:, hardest]
-        gains[:, c] = -np.expm1(after.mean(axis=1) - before.mean())
+        gains[:, c] = 0.0 - np.expm1(after.mean(axis=1) - before.mean())
     return gains
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from txl.data.vocab import Vocabulary
-from txl.instruments.taking import picture
+from txl.instruments.taking import ENDINGS, picture
 
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and line end
 
@@ -42,11 +42,9 @@ def whole_characters(vocab: Vocabulary, tokens: Iterable[int]) -> Iterator[tuple
 
 
 def beside(out: Path, suffix: str) -> Path:
-    """The file that stands beside a measurement's JSON, under its name. Raises ValueError where the two are one."""
-    path = out.with_suffix(suffix)
-    if path == out:
-        raise ValueError(f"out: {out} is where the {suffix[1:]} file goes; give the JSON another name")
-    return path
+    """The file that stands beside a measurement's JSON, under its name."""
+    assert suffix in ENDINGS, suffix
+    return out.with_suffix(suffix)
 
 
 @contextlib.contextmanager

@@ -57,6 +57,7 @@ class Sliding:
         lengths = sorted(self.lengths)
         first = -(-lengths[-1] // subject.tgt_len) * subject.tgt_len  # ours reads whole segments before it
         n_ours = self._n_ours(subject.split, first)
+        found.pop("mem_len", None)  # each length is one
         found |= {"tokens": self.tokens, "tokens_ours": n_ours, "repeats": self.repeats, "batch": self.batch}
         found |= {"batch_size": 1, "device": str(subject.device), "threads": torch.get_num_threads(), "by_length": []}
         done, whole = 0, self.repeats * sum(first + n_ours + self.tokens * length for length in lengths)

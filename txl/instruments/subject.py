@@ -80,6 +80,9 @@ class Subject:
     @property
     def settings(self) -> dict[str, Any]:
         """What a result is of, to stand beside it."""
+        reading = {key: self.asked[key] for key in ("mem_len", "clamp_len", "same_length")}
+        config = checkpoint.model_config(self.content["config"]["model"], **reading)
+        none = config["memory"]["_target_"] == "txl.layers.memory.NoMemory"
         return {
             "checkpoint": str(self.path),
             "step": self.content["step"],
@@ -87,6 +90,9 @@ class Subject:
             "tgt_len": self.tgt_len,
             "batch_size": self.batch_size,
             "precision": self.precision,
+            "mem_len": None if none else config["memory"]["mem_len"],
+            "clamp_len": config["position"].get("clamp_len"),
+            "same_length": config["same_length"],
         }
 
 

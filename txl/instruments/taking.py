@@ -17,9 +17,10 @@ from txl.evaluation import losses, plan
 from txl.instruments.subject import Subject
 from txl.model import TransformerXL
 from txl.reading import stair_of
-from txl.runtime import write_json, write_whole
+from txl.runtime import naming, write_json, write_whole
 from txl.signals import Stopped
 
+ENDINGS = (".png", ".npz", ".html", ".parquet", ".jsonl")  # of what stands beside the JSON
 EVERY = 10.0  # seconds between two lines of progress where there is no terminal
 
 
@@ -43,23 +44,38 @@ class Instrument(Protocol):
 def take(instrument: Instrument, subject: Subject, out: Path, *, received: Callable[[], int | None]) -> dict[str, Any]:
     """Runs an instrument, writes `out` (JSON) and a picture beside it, and prints the summary as a line of JSON.
 
-    Raises Stopped once a signal was received, with all that was found by then written and `complete` false.
+    What was found by then is also written, `complete` being false, where it ends early: once a signal was received, which
+    raises Stopped, or by an error. Raises ValueError for files that cannot be written.
     """
     found: dict[str, Any] = {"measure": type(instrument).__name__, "complete": False, **subject.settings}
-    share = 0.0
-    with shown_progress() as show:
-        for share in instrument.run(subject, found, out):
-            show(share)
-            if received() is not None:
-                break
-        else:
-            found["complete"] = True
-    write_json(out, found)
-    picture = out.with_suffix(".png")
-    instrument.draw(found, picture)
+    share, picture = 0.0, out.with_suffix(".png")
+
+    def write() -> None:
+        write_json(out, found)
+        instrument.draw(found, picture)
+
+    with naming(f"out: what belongs to {out}"):
+        try:
+            with shown_progress() as show:
+                for share in instrument.run(subject, found, out):
+                    show(share)
+                    if received() is not None:
+                        break
+                else:
+                    found["complete"] = True
+        except Exception as error:
+            if share == 0.0:
+                raise
+            write()
+            words = f"{error}; what was found by then stands in {out}"
+            raise (ValueError(words) if isinstance(error, ValueError) else error) from error
+        try:
+            write()
+        finally:
+            if found["complete"]:
+                print(json.dumps({"measure": found["measure"], **instrument.summary(found)}), flush=True)
     if not found["complete"]:
         raise Stopped.by(received(), f"interrupted with {share:.0%} done; what there is stands in {out}")
-    print(json.dumps({"measure": found["measure"], **instrument.summary(found)}), flush=True)
     print(f"written to {out} and {picture.name}", file=sys.stderr)
     return found
 
