@@ -273,7 +273,7 @@ def train(job: "Job", parts: "Parts", settings: Train, environment: dict, stop: 
         saver.give_up()
         raise
     finally:
-        metrics.draw(path / "curves.png")
+        metrics.draw(path / "curves.png", last=True)
         metrics.close()
         tracker.finish()
     return None

@@ -75,8 +75,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("batch_size", [1, 3])
-@pytest.mark.parametrize("tgt_len", [1, 4, 7])
+@pytest.mark.parametrize(("tgt_len", "batch_size"), [(1, 3), (4, 1), (7, 3)])
 def test_segments_of_any_length_and_warmed_lanes_give_the_figure_of_tgt_len(model, batch_size, tgt_len):
     """Three layers, so that a lane must be warmed by more than the memory; the text ends inside a segment."""
     model, split = tiny_model(*MODELS[model], "model.n_layer=3"), split_of(151)

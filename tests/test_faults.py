@@ -216,7 +216,7 @@ def test_skipping_from_the_command_line(monkeypatch):
     ("number", "phase"),
     [
         *((signal.SIGTERM, phase) for phase in ("import", "data", "model", "validation", "save")),
-        *((signal.SIGUSR1, phase) for phase in ("data", "save")),
+        (signal.SIGUSR1, "save"),
     ],
 )
 def test_a_signal_in_any_phase_loses_nothing(phase, number, monkeypatch):

@@ -82,7 +82,7 @@ def one_by_one(texts, tokens):
 @pytest.mark.parametrize("prompt_len", [1, 12, 33])
 def test_cached_generation_equals_recomputation_at_every_step(variant, prompt_len):
     """Far past several times the memory, for which the buffers move many times."""
-    model, further = tiny_model(*MODELS[variant]), 60
+    model, further = tiny_model(*MODELS[variant]), 40
     text = prompt_of(prompt_len + further)
     texts = Reader(model, context=CONTEXT).begin([text[:prompt_len]])
     found = one_by_one(texts, text[None, prompt_len:])
@@ -104,7 +104,7 @@ def test_prompts_of_unequal_length_are_continued_as_if_each_were_alone(variant):
     model, lengths, copies = tiny_model(*MODELS[variant]), [3, 17, 1, 6], [2, 1, 3, 1]
     reader = Reader(model, context=CONTEXT)
     prompts = [prompt_of(length, seed=length) for length in lengths]
-    further = torch.randint(50, (sum(copies), 40), generator=torch.Generator().manual_seed(7))
+    further = torch.randint(50, (sum(copies), 25), generator=torch.Generator().manual_seed(7))
     found = one_by_one(reader.begin(prompts, copies), further)
     row = 0
     for prompt, times in zip(prompts, copies, strict=True):

@@ -36,12 +36,12 @@ def trained(name, position, memory, *overrides):
 @pytest.mark.parametrize("position", POSITIONS)
 def test_every_position_with_every_memory(position, memory):
     """Trains; its checkpoint is measured, with the figure of the run, and generates."""
-    run = trained("option", position, memory)
+    run = trained("option", position, memory, "eval_every=6", "data.max_bytes=8000")
     result = json.loads((run / "result.json").read_text())
-    outcome = in_process("evaluate", f"checkpoint={run}", "data.max_bytes=20000")
+    outcome = in_process("evaluate", f"checkpoint={run}")
     assert json.loads(outcome.stdout)["nll"] == result["test"]["nll"]
-    outcome = in_process("generate", f"checkpoint={run}", "prompt=abc", "max_new_tokens=20", "temperature=0")
-    assert outcome.status == 0 and len(outcome.stdout) > 10
+    outcome = in_process("generate", f"checkpoint={run}", "prompt=abc", "max_new_tokens=12", "temperature=0")
+    assert outcome.status == 0 and len(outcome.stdout) > 6
 
 
 @pytest.mark.parametrize(("position", "memory"), [("shaw", "segment"), ("absolute_per_layer", "compressive")])

@@ -119,3 +119,16 @@ def test_a_tracker_that_dies_in_the_middle_is_told_once(failing, capsys):
     tracker.log({"step": 2})
     tracker.finish()
     assert capsys.readouterr().err.count("training goes on without it") == 1
+
+
+def test_curves_are_drawn_now_and_then_and_at_the_end(monkeypatch):
+    drawn = []
+    monkeypatch.setattr(tracking, "draw_curves", lambda path, rows: drawn.append(len(rows)))
+    metrics = tracking.Metrics(Path("metrics.jsonl"), step=0)
+    for step in range(1, 6):
+        metrics.log({"step": step, "tokens": step})
+        metrics.draw(Path("curves.png"), last=step == 4)
+    metrics._drawn -= tracking.REDRAW
+    metrics.draw(Path("curves.png"))
+    metrics.close()
+    assert drawn == [1, 4, 5]

@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import json
+import math
 import os
 import queue
 import re
@@ -27,6 +28,9 @@ INIT_TIMEOUT, FINISH_TIMEOUT, PATIENCE = (
 )  # seconds that a tracker has to start, to end; that a run waits for it
 
 
+REDRAW = 30.0  # seconds between two pictures of a run that goes on: one takes as long as many updates of a small model
+
+
 class Metrics:
     """metrics.jsonl: one JSON object a line, on disk when `log` returns.
 
@@ -42,6 +46,7 @@ class Metrics:
         write_whole(path, lambda file: file.write(text.encode()))
         self._path, self._file = path, path.open("ab", buffering=0)
         self._waiting, self._warned = b"", False
+        self._drawn = -math.inf
 
     def log(self, row: Mapping[str, Any]) -> None:
         self._waiting += (json.dumps(row) + "\n").encode()
@@ -58,8 +63,12 @@ class Metrics:
         except OSError as error:
             self._warn(f"{self._path} cannot be written ({error.strerror}); its lines are kept until it can")
 
-    def draw(self, path: Path) -> None:
-        """Draws the curves of all that was logged so far."""
+    def draw(self, path: Path, *, last: bool = False) -> None:
+        """Draws the curves of all that was logged so far, unless that was just done; the `last` time in any case."""
+        now = time.monotonic()
+        if now - self._drawn < REDRAW and not last:
+            return
+        self._drawn = now
         try:
             draw_curves(path, read_metrics(self._path))
         except OSError as error:
@@ -82,7 +91,7 @@ class NoMetrics:
     def log(self, row: Mapping[str, Any]) -> None:
         pass
 
-    def draw(self, path: Path) -> None:
+    def draw(self, path: Path, *, last: bool = False) -> None:
         pass
 
     def close(self) -> None:
