@@ -11,7 +11,7 @@ import json
 import statistics
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -183,8 +183,7 @@ def main(arguments: list[str]) -> int:
             raise ValueError(f"--plot: {asked.plot} is to end in .png, .svg or .pdf")
         rows = leaderboard(find(asked.folders))
         show(rows)
-        files: list[tuple[Callable[[list, Path], None], Path | None]] = [(plot, asked.plot), (write_csv, asked.csv)]
-        for (write, file), option in zip(files, ("--plot", "--csv"), strict=True):
+        for option, write, file in (("--plot", plot, asked.plot), ("--csv", write_csv, asked.csv)):
             if file is not None:
                 with naming(f"{option}: {file}"):
                     write(rows, file)

@@ -21,13 +21,8 @@ from rich.table import Table
 
 from txl.runtime import write_whole
 
-INIT_TIMEOUT, FINISH_TIMEOUT, PATIENCE = (
-    10,
-    10,
-    12.0,
-)  # seconds that a tracker has to start, to end; that a run waits for it
-
-
+INIT_TIMEOUT, FINISH_TIMEOUT = 10, 10  # seconds that a tracker has to start, to end
+PATIENCE = 12.0  # seconds that a run waits for it
 REDRAW = 30.0  # seconds between two pictures of a run that goes on: one takes as long as many updates of a small model
 
 

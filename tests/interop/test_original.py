@@ -69,6 +69,22 @@ def test_to_original_undoes_from_original(name):
     assert all(torch.equal(again[key], state[key]) for key in state)
 
 
+def test_clamped_distances_of_attn_type_1_read_the_last_row_that_is_left():
+    """The authors' code cuts the tables to the rows of the clamp_len nearest distances, and repeats the farthest of them."""
+    tensors, meta = read("shaw")
+    weights, tokens = part(tensors, "weight."), tensors["tokens"]
+    clamped = from_original(weights, {**meta["config"], "clamp_len": 3})
+    repeated = {name: weights[name].clone() for name in ("r_emb", "r_bias")}  # [layer, row, ...], the nearest row last
+    for table in repeated.values():
+        table[:, :-3] = table[:, -3:-2]
+    expected = from_original({**weights, **repeated}, meta["config"])
+    for model in (clamped, expected):
+        model.double()
+    torch.testing.assert_close(clamped(tokens)[0], expected(tokens)[0], rtol=0, atol=1e-12)
+    assert not torch.allclose(clamped(tokens)[0], from_original(weights, meta["config"]).double()(tokens)[0])
+    assert to_original(clamped)[1]["clamp_len"] == 3
+
+
 def with_flags(**changes):
     tensors, meta = read("xl_post_norm")
     return part(tensors, "weight."), {**meta["config"], **changes}
@@ -112,6 +128,7 @@ def test_untied_weights_and_biases_go_there_and_back():
         ({"attn_type": 1, "tgt_len": None}, "tgt_len missing"),
         ({"attn_type": 1}, r"r_bias, r_emb missing"),
         ({"attn_type": 2, "pre_lnorm": True}, "pre_lnorm with attn_type 2"),
+        ({"attn_type": 2, "clamp_len": 4}, "clamp_len with attn_type 2"),
         ({"cutoffs": [10, 20]}, r"crit\.cluster_bias, crit\.cluster_weight missing"),
         ({"cutoffs": [10, 29]}, r"model\.softmax\.cutoffs: 29 "),
         ({"cutoffs": [10, 20], "tie_projs": [True] * 4}, r"model\.softmax\.tie_projs: "),

@@ -59,6 +59,7 @@ def _softmax(flags: Mapping[str, Any]) -> Callable[..., nn.Module]:
 
 def _position(flags: Mapping[str, Any], mem_len: int) -> Callable[..., nn.Module]:
     attn_type, clamp_len = flags.get("attn_type", 0), flags.get("clamp_len", -1)
+    clamp_len = clamp_len if clamp_len is not None and clamp_len > 0 else None
     if attn_type not in SCHEMES:
         raise ValueError(f"flags: attn_type={attn_type} is not supported; only 0, 1, 2 and 3 are")
     if attn_type in (2, 3) and flags.get("pre_lnorm"):
@@ -67,12 +68,18 @@ def _position(flags: Mapping[str, Any], mem_len: int) -> Callable[..., nn.Module
         )
     scheme = SCHEMES[attn_type]
     if attn_type == 0:
-        return partial(scheme, clamp_len=clamp_len if clamp_len is not None and clamp_len > 0 else None)
+        return partial(scheme, clamp_len=clamp_len)
     if attn_type == 2:
+        if clamp_len is not None:
+            raise ValueError("flags: clamp_len with attn_type 2 is not supported; only -1 is")
         return scheme
     if flags.get("tgt_len") is None:
         raise ValueError("flags: tgt_len missing; with attn_type 1 and 3 tgt_len + mem_len rows are learned")
-    return partial(scheme, max_klen=flags["tgt_len"] + mem_len)
+    max_klen = flags["tgt_len"] + mem_len
+    if attn_type == 3:  # theirs has no use for clamp_len either
+        return partial(scheme, max_klen=max_klen)
+    # theirs keeps the rows of the clamp_len nearest distances, the last of which is clamp_len - 1
+    return partial(scheme, max_klen=max_klen, clamp_len=None if clamp_len is None else clamp_len - 1)
 
 
 def _build(flags: Mapping[str, Any]) -> TransformerXL:
@@ -210,6 +217,8 @@ def to_original(model: TransformerXL) -> tuple[dict[str, Tensor], dict[str, Any]
     adaptive = isinstance(softmax, AdaptiveSoftmax)
     tables = list(softmax.weights) if adaptive else [softmax.weight]
     clamp_len, mem_len = position.clamp_len, model.memory.mem_len
+    if isinstance(position, ShawPosition) and clamp_len is not None:
+        clamp_len += 1  # theirs counts the rows that are left
     flags = {
         "n_token": sum(map(len, tables)),
         "n_layer": len(model.layers),
@@ -242,8 +251,6 @@ def _refuse_what_they_lack(model: TransformerXL) -> None:
     position, layer = model.position, model.layers[0]
     if type(position) not in SCHEMES.values():
         raise ValueError(f"model.position: the authors' code has no {type(position).__name__}")
-    if isinstance(position, ShawPosition) and position.clamp_len is not None:
-        raise ValueError("model.position.clamp_len: the authors' attn_type 1 has none")
     if not model.memory.keeps_inputs:
         raise ValueError("model.memory: the authors' code has no compressive memory")
     if layer.feedforward.activation is not ACTIVATIONS["relu"]:
