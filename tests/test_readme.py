@@ -41,6 +41,8 @@ def test_readme_commands_run(command, trained_run, tmp_path):
     entry = program.removesuffix(".py")
     if any(one.startswith("sweep=") for one in arguments):  # one run of it: tests/test_sweep.py has them all
         arguments += ["hydra.sweeper.params={experiment:encoding_alibi}"]
+    for measure, cut_to in {"recl": "measure.longest=64", "sliding": "measure.tokens=5"}.items():
+        arguments += [cut_to] if f"measure={measure}" in arguments else []
     if entry == "generate":
         arguments.append("max_new_tokens=5")
     if entry == "train" and not {"--help", "--cfg"} & set(arguments):
