@@ -22,9 +22,14 @@ from hydra.core.hydra_config import HydraConfig
 from torch.profiler import ProfilerActivity, profile
 
 from txl import config as hydra_config
+from txl import tracking
 
 torch.set_num_threads(1)
 
+BLANK_PNG = bytes.fromhex(
+    "89504e470d0a1a0a0000000d49484452000000010000000108000000003a7e9b55"
+    "0000000a49444154789c63f80f0001010100b138f6140000000049454e44ae426082"
+)
 TINY_MODEL = ["model.n_layer=2", "model.n_head=2", "model.d_model=16", "model.d_head=8", "model.d_inner=32"]
 TINY = [
     *TINY_MODEL,
@@ -196,6 +201,8 @@ def own_folders(tmp_path, tmp_path_factory, monkeypatch):
     """Each test works in a folder of its own; token files are shared by the whole session, but by nothing else."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
+    # curves take half the time of a tiny run; the session's runs, and commands, have theirs drawn
+    monkeypatch.setattr(tracking, "draw_curves", lambda path, rows: path.write_bytes(BLANK_PNG))
 
 
 @pytest.fixture(scope="session", autouse=True)

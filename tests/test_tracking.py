@@ -8,6 +8,7 @@ import pytest
 from conftest import TINY, in_process
 
 from txl import tracking
+from txl.tracking import draw_curves  # as it is, not as every test has it
 
 
 def test_metrics_drop_what_lies_after_the_step_they_go_on_from():
@@ -25,7 +26,7 @@ def test_metrics_drop_what_lies_after_the_step_they_go_on_from():
 def test_curves_are_drawn_from_any_rows():
     row = {"step": 1, "tokens": 10, "train/nll": 2.0, "train/lr": 0.1, "train/grad_norm": 1.0}
     for rows in ([], [row], [row, {"step": 1, "tokens": 10, "valid/nll": 2.5}]):
-        tracking.draw_curves(Path("curves.png"), rows)
+        draw_curves(Path("curves.png"), rows)
         assert Path("curves.png").read_bytes().startswith(b"\x89PNG")
         Path("curves.png").unlink()
 

@@ -1,6 +1,7 @@
 """Several processes as one: who I am among them, what all of them know, how they are started and how they end."""
 
 import contextlib
+import ctypes
 import json
 import multiprocessing
 import os
@@ -166,6 +167,11 @@ def joined(device: str, **how: Any) -> Iterator[Ranks]:
     dist.init_process_group(backend, rank=rank, world_size=size, timeout=PREPARING, **how)
     try:
         yield Ranks(rank, size, local, n_local)
+    except BaseException as error:
+        # Its frames hold what exchanges gradients. To free that while an exchange is under way can deadlock: it waits
+        # for gloo's thread, which waits for the interpreter. So it is never freed.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(error))
+        raise
     finally:
         dist.destroy_process_group()
 
