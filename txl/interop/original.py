@@ -26,13 +26,13 @@ for them: layers.l.dec_attn.r_w_bias and r_r_bias, and a flag `untie_r`.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from txl.checkpoint import construct
 from txl.layers.feedforward import ACTIVATIONS
 from txl.layers.memory import NoMemory, SegmentMemory
 from txl.layers.position import AbsolutePosition, AbsolutePositionPerLayer, RelativePosition, ShawPosition
@@ -44,20 +44,20 @@ SCHEMES = {0: RelativePosition, 1: ShawPosition, 2: AbsolutePosition, 3: Absolut
 SIZES = ("n_token", "n_layer", "n_head", "d_model", "d_head", "d_inner")
 
 
-def _softmax(flags: Mapping[str, Any]) -> Callable[..., nn.Module]:
+def _softmax(flags: Mapping[str, Any]) -> dict[str, Any]:
     """The authors give `tie_projs` as a list, by cluster, false where it ends; a bare true means every cluster but the first."""
     cutoffs, div_val, tied = flags.get("cutoffs") or [], flags.get("div_val", 1), flags.get("tie_projs") or False
     if isinstance(tied, bool):
         tied = [False] + [tied] * len(cutoffs)
     tied = [*map(bool, tied), *[False] * (1 + len(cutoffs) - len(tied))]
     if cutoffs:
-        return partial(AdaptiveSoftmax, cutoffs=list(cutoffs), div_val=div_val, tie_projs=tied)
+        return _named(AdaptiveSoftmax, partial=True, cutoffs=list(cutoffs), div_val=div_val, tie_projs=tied)
     if div_val != 1:
         raise ValueError(f"flags: div_val={div_val} is not supported without cutoffs; only 1 is")
-    return partial(FullSoftmax, tie_projs=tied[0])
+    return _named(FullSoftmax, partial=True, tie_projs=tied[0])
 
 
-def _position(flags: Mapping[str, Any], mem_len: int) -> Callable[..., nn.Module]:
+def _position(flags: Mapping[str, Any], mem_len: int) -> dict[str, Any]:
     attn_type, clamp_len = flags.get("attn_type", 0), flags.get("clamp_len", -1)
     clamp_len = clamp_len if clamp_len is not None and clamp_len > 0 else None
     if attn_type not in SCHEMES:
@@ -68,21 +68,31 @@ def _position(flags: Mapping[str, Any], mem_len: int) -> Callable[..., nn.Module
         )
     scheme = SCHEMES[attn_type]
     if attn_type == 0:
-        return partial(scheme, clamp_len=clamp_len)
+        return _named(scheme, partial=True, clamp_len=clamp_len)
     if attn_type == 2:
         if clamp_len is not None:
             raise ValueError("flags: clamp_len with attn_type 2 is not supported; only -1 is")
-        return scheme
+        return _named(scheme, partial=True)
     if flags.get("tgt_len") is None:
         raise ValueError("flags: tgt_len missing; with attn_type 1 and 3 tgt_len + mem_len rows are learned")
     max_klen = flags["tgt_len"] + mem_len
-    if attn_type == 3:  # theirs has no use for clamp_len either
-        return partial(scheme, max_klen=max_klen)
-    # theirs keeps the rows of the clamp_len nearest distances, the last of which is clamp_len - 1
-    return partial(scheme, max_klen=max_klen, clamp_len=None if clamp_len is None else clamp_len - 1)
+    if attn_type == 3:
+        return _named(scheme, partial=True, max_klen=max_klen)
+    # theirs keeps the rows of the clamp_len nearest distances, which end with clamp_len - 1
+    return _named(scheme, partial=True, max_klen=max_klen, clamp_len=None if clamp_len is None else clamp_len - 1)
 
 
-def _build(flags: Mapping[str, Any]) -> TransformerXL:
+def _named(made_by: type, *, partial: bool = False, **arguments: Any) -> dict[str, Any]:
+    """A part of a configuration."""
+    marked = {"_partial_": True} if partial else {}
+    return {"_target_": f"{made_by.__module__}.{made_by.__qualname__}", **marked, **arguments}
+
+
+def configuration(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration, as a checkpoint of ours holds it, of the model that the authors' arguments describe.
+
+    Raises ValueError for a missing size and for what we cannot represent.
+    """
     missing = [name for name in SIZES if flags.get(name) is None]
     if missing:
         raise ValueError(f"flags: {', '.join(missing)} missing")
@@ -90,10 +100,11 @@ def _build(flags: Mapping[str, Any]) -> TransformerXL:
         if flags.get(name, only) != only:
             raise ValueError(f"flags: {name}={flags[name]} is not supported; only {only} is")
     mem_len = flags.get("mem_len") or 0
-    return TransformerXL(
+    return _named(
+        TransformerXL,
         **{name: int(flags[name]) for name in SIZES},
         d_embed=flags.get("d_embed"),
-        memory=SegmentMemory(mem_len=mem_len) if mem_len > 0 else NoMemory(),
+        memory=_named(SegmentMemory, mem_len=mem_len) if mem_len > 0 else _named(NoMemory),
         position=_position(flags, mem_len),
         softmax=_softmax(flags),
         dropout=flags.get("dropout", 0.0),
@@ -179,7 +190,18 @@ def from_original(state_dict: Mapping[str, Tensor], flags: Mapping[str, Any]) ->
     weights may stand under one name or both. The model is float32, in eval mode. Raises ValueError for a missing size,
     for what we cannot represent, and for parameters that are missing, unknown, of another shape, or tied and different.
     """
-    model = _build(flags)
+    config = configuration(flags)
+    with torch.device("meta"):  # what does not fit is told before anything of its size is made
+        state = _fitting(construct(config), state_dict)
+    model = construct(config)
+    for name, parts in _correspondence(model).items():
+        for part, values in zip(parts, state[name].split([len(part) for part in parts]), strict=True):
+            part.copy_(values)
+    return model.eval()
+
+
+def _fitting(model: TransformerXL, state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The authors' parameters, tied ones under each of their names, if they are those of this model."""
     names = _correspondence(model)
     state = {name: tensor for name, tensor in state_dict.items() if name not in IGNORED}
     ties = defaultdict(list)
@@ -199,9 +221,7 @@ def from_original(state_dict: Mapping[str, Tensor], flags: Mapping[str, Any]) ->
         whole = (sum(len(part) for part in parts), *parts[0].shape[1:])
         if tuple(state[name].shape) != whole:
             raise ValueError(f"state_dict: {name} has shape {tuple(state[name].shape)}, the flags ask for {whole}")
-        for part, values in zip(parts, state[name].split([len(part) for part in parts]), strict=True):
-            part.copy_(values)
-    return model.eval()
+    return state
 
 
 @torch.no_grad()
