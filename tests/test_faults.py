@@ -22,7 +22,7 @@ from txl.training import Diverged, updates
 
 @pytest.mark.parametrize(
     ("part", "trials"),
-    [("kills", 6), ("points", 1000), ("damage", 500), ("retention", 60)],
+    [("kills", 3), ("points", 1000), ("damage", 200), ("retention", 15)],
 )
 def test_soak(part, trials, tmp_path):
     """A fast share of `make soak`: random kills, every point of a save, damage."""
@@ -35,7 +35,7 @@ def test_soak(part, trials, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("part", "trials"), [("kills", 20), ("steps", 12), ("stops", 3), ("chain", 1), ("repeats", 2)])
+@pytest.mark.parametrize(("part", "trials"), [("kills", 20), ("damage", 500), ("retention", 60), ("steps", 12), ("stops", 3), ("chain", 1), ("repeats", 2)])
 def test_soak_longer(part, trials, tmp_path):
     test_soak(part, trials, tmp_path)
 

@@ -99,6 +99,7 @@ def test_a_long_wait_for_the_first_process_is_no_hang():
     assert launch(rank_work.wait_for_the_first) == 1
 
 
+@pytest.mark.slow
 def test_two_processes_train_to_the_figures_of_one_and_resume_with_another_number(tmp_path):
     """2, then 1, then 2 again: lanes and memory are dealt anew; the command line, files and standard output are those of one."""
     given = [*TINY, "batch_size=4", "accumulate=2", "log_every=1"]

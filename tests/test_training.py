@@ -252,8 +252,14 @@ def test_no_update_waits_for_the_device(monkeypatch):
 ADAPTIVE = ["model/softmax=adaptive", "model.softmax.cutoffs=[10,30]"]
 
 
-@pytest.mark.parametrize("softmax", [[], [*ADAPTIVE, "model.tie_weight=false"]])
-@pytest.mark.parametrize("options", [[], ["model.same_length=true", "model.pre_norm=true"], ["model/memory=none"]])
+@pytest.mark.parametrize(
+    ("softmax", "options"),
+    [
+        ([], []),
+        ([], ["model/memory=none"]),
+        ([*ADAPTIVE, "model.tie_weight=false"], ["model.same_length=true", "model.pre_norm=true"]),
+    ],
+)
 def test_a_step_needs_no_number_from_the_device(softmax, options):
     """On a device that has none: torch's `meta` computes shapes, and raises where a value is asked for.
 
@@ -261,8 +267,8 @@ def test_a_step_needs_no_number_from_the_device(softmax, options):
     """
     model = tiny_model(*softmax, *options).train().to("meta")
     run = make_run(model, Prefetched(small_lanes(), pin=False), "sgd")
-    done = list(updates(run, steps=30, lr=0.01, schedule=constant, clip=0.25))
-    assert len(done) == 30 and done[-1].figures.device.type == "meta"
+    done = list(updates(run, steps=9, lr=0.01, schedule=constant, clip=0.25))
+    assert len(done) == 9 and done[-1].figures.device.type == "meta"
     with pytest.raises((NotImplementedError, RuntimeError)):
         run.read_figures()
     tied = tiny_model(*softmax[:-1], *options).to("meta")

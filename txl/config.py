@@ -166,9 +166,10 @@ def launch(main: Callable[[], Any], *, literals: bool = False, stoppable: bool =
         lines = [line for line in str(error).splitlines() if line.strip()]
         print("\n".join(lines[:10]), file=sys.stderr)
         sys.exit(1)
-    except (ValueError, OSError, yaml.YAMLError) as error:
-        if full:
+    except Exception as error:
+        if full or not (isinstance(error, (ValueError, OSError, yaml.YAMLError)) or _is_of_a_launcher(error)):
             raise
+        error = _mistakes[0] or error  # a sweep that ends without a figure says so, but not why
         if words := " ".join(str(error).split()):  # none where another process says it
             print(words, file=sys.stderr)
         sys.exit(1)
@@ -177,9 +178,19 @@ def launch(main: Callable[[], Any], *, literals: bool = False, stoppable: bool =
         os.environ["HYDRA_FULL_ERROR"] = before
 
 
+def _is_of_a_launcher(error: Exception) -> bool:
+    """Whether a process of a sweep died without a word, in the eyes of the one that waits for it."""
+    return type(error).__module__.partition(".")[0] in ("joblib", "submitit")
+
+
+def _launched() -> bool:
+    """Whether this process is a launched program; a function, since a launcher's processes get a copy of what calls it."""
+    return bool(_mistakes)
+
+
 def remember(error: Exception) -> None:
     """Makes a mistake the reason why a launched program fails, at its end, if it is the first one; elsewhere raises it."""
-    if not _mistakes:
+    if not _launched():
         raise error
     _mistakes[0] = _mistakes[0] or error
 
@@ -189,18 +200,17 @@ def entry_point(config_name: str) -> Callable:
 
     Hydra writes a line of its own about an exception that leaves a job, and a sweep with one has no end that its
     callbacks would hear of. In a launched program the first exception is therefore handed to `launch` past Hydra, and
-    each is the job's return value. Everywhere else it is raised as it is.
+    each is the job's return value, as it is in a sweep's other processes. Everywhere else it is raised as it is.
     """
 
     def decorate(task: Callable[[Any], Any]) -> Callable:
         @functools.wraps(task)
         def job(cfg: Any) -> Any:
-            if not _mistakes:
-                return task(cfg)
             try:
                 return task(cfg)
             except Exception as error:
-                remember(error)
+                if _launched() or not in_sweep():
+                    remember(error)
                 return error
 
         return hydra.main(version_base="1.3", config_path=str(CONF), config_name=config_name)(job)

@@ -32,6 +32,7 @@ FREE = {
     "tracker",
 }  # change no figure
 LONGEST = 100
+ERROR = "error.txt"  # why a point of a sweep failed
 FILES = ("train", "valid", "test", "path")  # of `data.`
 OWN = (
     "config.yaml",
@@ -149,11 +150,12 @@ def warn_of_another_text(config: Mapping[str, Any], result: Mapping[str, Any]) -
 
 
 def make(path: Path, what: str = "name: the run's folder") -> None:
-    """Makes the folder. Raises ValueError, beginning with `what`, if it cannot be made or written."""
+    """Makes the folder, without the error of an earlier try. Raises ValueError, beginning with `what`, if it cannot be made or written."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         write_json(path / ".writable", None)
         (path / ".writable").unlink(missing_ok=True)
+        (path / ERROR).unlink(missing_ok=True)
     except OSError as error:
         raise ValueError(f"{what} cannot be written: {path} ({error.strerror})") from error
 

@@ -20,6 +20,9 @@ class Stopped(BaseException):
         super().__init__(message)
         self.status = status
 
+    def __reduce__(self) -> tuple:
+        return type(self), (str(self), self.status)
+
     @classmethod
     def by(cls, received: int, message: str) -> "Stopped":
         """By a signal: 130 for Ctrl-C, else 75, which says that the same command goes on."""
