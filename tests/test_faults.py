@@ -35,7 +35,10 @@ def test_soak(part, trials, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("part", "trials"), [("kills", 20), ("damage", 500), ("retention", 60), ("steps", 12), ("stops", 3), ("chain", 1), ("repeats", 2)])
+@pytest.mark.parametrize(
+    ("part", "trials"),
+    [("kills", 20), ("damage", 500), ("retention", 60), ("steps", 12), ("stops", 3), ("chain", 1), ("repeats", 2)],
+)
 def test_soak_longer(part, trials, tmp_path):
     test_soak(part, trials, tmp_path)
 

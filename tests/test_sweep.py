@@ -47,7 +47,7 @@ def test_a_failed_point_is_named_and_loses_nothing_else():
     assert outcome.stderr.splitlines()[-1] == why
     shown = outcome.stdout.decode().splitlines()
     (failed,) = [line for line in shown if line.startswith("failed: ")]
-    assert failed.startswith("failed: model.n_layer=0 ") and failed.endswith(why)
+    assert failed.startswith("failed: model.n_layer=0: ") and failed.endswith(why)
     assert {line.split()[1] for line in shown if "│ n_layer=" in line} == {"n_layer=1", "n_layer=2"}
     assert shown[-1].startswith("sweep: outputs/.sweep/") and Path(shown[-1].removeprefix("sweep: ")).exists()
 

@@ -1,7 +1,7 @@
 """What a sweep leaves: why a point failed, in its folder; a table of its runs on standard output and as CSV; a picture.
 
 Points may run in other processes (`hydra/launcher=joblib`, `submitit_local`, `submitit_slurm`), so what became of each is
-told by files: outputs/.sweep/<name>/<number of the point>.json.
+told by files: outputs/.sweep/<name>/<hash of the overrides>.json.
 """
 
 import contextlib
@@ -40,6 +40,9 @@ class Report(Callback):
         """Also called where a point failed, in which case its exception is what it returned, or is raised anew."""
         if not hasattr(self, "path"):  # a run that is alone
             return
+        from txl.runs import short_hash
+        from txl.runtime import write_json
+
         try:
             returned = job_return.return_value
         except Exception as error:
@@ -56,7 +59,7 @@ class Report(Callback):
         if isinstance(returned, Exception):
             job_return.return_value = None  # all is told; not every exception can travel to another process
         self.path.mkdir(exist_ok=True)
-        (self.path / f"{config.hydra.job.num:05}.json").write_text(json.dumps(point))
+        write_json(self.path / f"{short_hash(point['overrides'])}.json", point)
 
     def on_multirun_end(self, config: Any, **_: Any) -> None:
         """The table, and its files in Hydra's folder for sweeps, named as the sweep is."""
@@ -65,13 +68,15 @@ class Report(Callback):
         from txl.runtime import naming
 
         points = [json.loads(file.read_text()) for file in sorted(self.path.glob("*.json"))]
-        points = [point for point in points if point["call"] == self.call]
+        if "study_name" not in config.hydra.sweeper:  # a study goes on, and all of it is told
+            points = [point for point in points if point["call"] == self.call]
         common = set.intersection(*(set(point["overrides"]) for point in points)) if len(points) > 1 else set()
         failed = {}
         for point in points:
             if point["error"] is not None:
-                remember(ValueError(point["error"]))
-                failed[" ".join(one for one in point["overrides"] if one not in common)] = point["error"]
+                if point["call"] == self.call:
+                    remember(ValueError(point["error"]))
+                failed["failed: " + " ".join(one for one in point["overrides"] if one not in common)] = point["error"]
         runs = [Path(os.path.relpath(point["run"])) for point in points if point["error"] is None]
         rows = report.leaderboard(run for run in runs if result(run) is not None)
         if rows or failed:

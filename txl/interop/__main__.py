@@ -137,8 +137,12 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument("file", metavar="FILE", help="model.pt, checkpoint_best.pt, a Hugging Face folder; or a run")
     parser.add_argument("out", metavar="OUT", type=Path, help="a folder for the run; or NAME.pt, NAME.safetensors")
-    parser.add_argument("--vocab", type=Path, metavar="FILE", help="the vocabulary, where FILE has none: cache.pt, vocab.bin")
-    parser.add_argument("--data", metavar="NAME", help="the text it is measured on, as in data=NAME; else its own, or none")
+    parser.add_argument(
+        "--vocab", type=Path, metavar="FILE", help="the vocabulary, where FILE has none: cache.pt, vocab.bin"
+    )
+    parser.add_argument(
+        "--data", metavar="NAME", help="the text it is measured on, as in data=NAME; else its own, or none"
+    )
     try:
         asked = parser.parse_args(arguments)
         if asked.out.suffix in EXPORTS:

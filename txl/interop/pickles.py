@@ -64,10 +64,7 @@ KNOWN = {
         f"torch.nn.modules.{module}": LAYERS
         for module in ("linear", "sparse", "dropout", "normalization", "activation", "container")
     },
-    **{
-        core: "scalar _reconstruct"
-        for core in ("numpy.core.multiarray", "numpy._core.multiarray")
-    },
+    **{core: "scalar _reconstruct" for core in ("numpy.core.multiarray", "numpy._core.multiarray")},
     "numpy": "dtype ndarray",
     "tokenizers": "AddedToken",
     "transformers.tokenization_utils": "Trie AddedToken",
@@ -128,7 +125,9 @@ class _Unpickler(pickle.Unpickler):
             return self._bytes
         if name in KNOWN.get(module, "").split():
             return self._classes.setdefault((module, name), type(name, (Inert,), {}))
-        raise Unreadable(f"it names {module}.{name}, which no model or vocabulary is made of: refused, nothing of it ran")
+        raise Unreadable(
+            f"it names {module}.{name}, which no model or vocabulary is made of: refused, nothing of it ran"
+        )
 
     def persistent_load(self, pid: Any) -> Any:
         if isinstance(pid, tuple) and len(pid) == 4 and pid[0] == "module":  # a class, and its source, of old

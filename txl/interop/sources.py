@@ -95,7 +95,9 @@ def _pickled(path: Path, value: Any) -> Source:
             "config.json, and txl.interop.from_original takes them as flags"
         )
     kind = type(value).__name__
-    raise ValueError(f"FILE: {path} holds a {kind}; only the authors', NVIDIA's and Hugging Face's models are understood")
+    raise ValueError(
+        f"FILE: {path} holds a {kind}; only the authors', NVIDIA's and Hugging Face's models are understood"
+    )
 
 
 # The authors' model.pt: a MemTransformerLM as a whole
@@ -255,7 +257,9 @@ def _exported(state: Any, flags: Any, vocab: Any) -> Source:
 def in_our_order(source: Source, order: list[int]) -> dict[str, Tensor]:
     """The parameters with the rows of all tokens in the order of our vocabulary, where it is another (`Known.order`)."""
     if source.flags.get("cutoffs"):
-        raise ValueError("FILE: its tokens are bytes, numbered by frequency, and in clusters: their order cannot be changed")
+        raise ValueError(
+            "FILE: its tokens are bytes, numbered by frequency, and in clusters: their order cannot be changed"
+        )
     rows = torch.tensor([*order, *range(len(order), source.flags["n_token"])])
     by_token = ("word_emb.emb_layers.0.weight", "crit.out_layers.0.weight", "crit.out_layers.0.bias")
     return {name: tensor[rows] if name in by_token else tensor for name, tensor in source.state.items()}
