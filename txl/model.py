@@ -188,8 +188,10 @@ class TransformerXL(nn.Module):
         """Compiles what a layer does with a segment, once for all layers and all lengths of the memory.
 
         Embedding and output layer stay as they are: they are a few large products. The first segment of a text, which has no
-        memory, is read by the uncompiled layers: torch would make a program of its own for a size of zero.
+        memory, is read by the uncompiled layers: torch would make a program of its own for a size of zero. Programs of
+        earlier models are forgotten: torch keeps a few for each line of code, and a sweep has many models.
         """
+        torch._dynamo.reset()
         self.compiled = True
         for layer in self.layers:
             layer.compile(fullgraph=True)

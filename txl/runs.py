@@ -83,7 +83,7 @@ def slug(overrides: list[str]) -> str:
     Characters outside [A-Za-z0-9._+-] become `-`; where more than an override's first `=` is lost by that, or the name
     grows long, eight digits of a hash follow.
     """
-    chosen = sorted(override for override in overrides if key_of(override) not in FREE)
+    chosen = sorted(_as_in_a_sweep(override) for override in overrides if key_of(override) not in FREE)
     if not chosen:
         return "default"
     exact = "_".join(override.replace("=", "-", 1) for override in chosen)
@@ -91,6 +91,16 @@ def slug(overrides: list[str]) -> str:
     if safe == exact and len(safe) <= LONGEST:
         return safe
     return f"{safe[:LONGEST]}-{short_hash(chosen)}"
+
+
+def _as_in_a_sweep(override: str) -> str:
+    """One way to write a value, so that a point of a sweep and the same run alone are one: `0.001` for 1e-3, `true` for True."""
+    key, equals, value = override.partition("=")
+    if value.lower() in ("true", "false", "null"):
+        value = value.lower()
+    elif re.fullmatch(r"[+-]?(\d+\.\d*|\.\d+|\d+(?=[eE]))([eE][+-]?\d+)?", value):
+        value = repr(float(value))
+    return key + equals + value
 
 
 def short_hash(value: Any) -> str:

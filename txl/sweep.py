@@ -138,4 +138,4 @@ def name_of(overrides: list[str]) -> str:
     return "_".join(chosen if chosen and slug(beside) == "default" else [*chosen, slug(beside)])
 
 
-OmegaConf.register_new_resolver("sweep_name", name_of, replace=True)
+OmegaConf.register_new_resolver("sweep_name", lambda overrides: name_of(list(overrides)), replace=True)
