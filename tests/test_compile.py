@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import TINY, command, tiny_model
+from conftest import TINY, command, in_process, tiny_model
 from test_evaluation import nll_of, split_of
 from torch._dynamo.utils import counters
 
@@ -119,3 +119,20 @@ def test_a_compiled_run_that_was_stopped_goes_on_to_the_same_figures(tmp_path):
         (path,) = (tmp_path / "outputs" / name).iterdir()
         weights.append(checkpoint.load(path / "last.pt")["model"])
     assert all(torch.equal(one, weights[1][name]) for name, one in weights[0].items())
+
+
+def test_points_of_a_sweep_are_compiled_as_if_alone(tmp_path):
+    """More models than torch keeps programs for: earlier ones are forgotten."""
+    given = [
+        "compile=true",
+        "steps=2",
+        "eval_every=2",
+        *(one for one in TINY if "steps" not in one and "d_inner" not in one),
+    ]
+    with torch._dynamo.config.patch(recompile_limit=4):
+        outcome = in_process("train", "-m", "name=sweep", "model.d_inner=32,48,64", *given)
+        assert outcome.status == 0, outcome.stderr
+        assert in_process("train", "name=alone", "model.d_inner=64", *given).status == 0
+    (alone,) = (tmp_path / "outputs" / "alone").iterdir()
+    one, other = (checkpoint.load(run / "last.pt") for run in (alone, tmp_path / "outputs" / "sweep" / alone.name))
+    assert all(torch.equal(tensor, other["model"][name]) for name, tensor in one["model"].items())

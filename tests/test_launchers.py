@@ -2,8 +2,11 @@
 
 import json
 import os
+import signal
 import stat
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import optuna
@@ -200,3 +203,38 @@ def test_what_the_agent_of_a_wandb_sweep_types_is_understood(file, trained_run):
             for part in key.split("."):
                 found = found[part]
             assert found == (None if value["value"] == "null" else value["value"])
+
+
+@pytest.mark.slow
+def test_a_process_of_a_sweep_that_is_killed_is_told_in_a_line(tmp_path):
+    """Nobody is left behind, and the same command goes on with the runs."""
+    given = [
+        "-m",
+        "name=killed",
+        "seed=1,2",
+        "hydra/launcher=joblib",
+        "hydra.launcher.n_jobs=2",
+        "model.n_layer=1",
+        *FEW,
+    ]
+    program = [sys.executable, str(ROOT / "train.py"), *given]
+    with open(tmp_path / "stderr.txt", "w") as errors:
+        process = subprocess.Popen([*program, "steps=100000"], cwd=tmp_path, stderr=errors, stdout=subprocess.DEVNULL)
+    until = time.monotonic() + 100
+    while len(list(tmp_path.glob("outputs/killed/*/last.1.pt"))) < 2 and time.monotonic() < until:
+        time.sleep(0.1)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    workers = [int(one) for one in children if b"LokyProcess" in Path(f"/proc/{one}/cmdline").read_bytes()]
+    os.kill(workers[0], signal.SIGKILL)
+    assert process.wait(60) == 1
+    last = (tmp_path / "stderr.txt").read_text().splitlines()[-1]
+    assert last.startswith("hydra/launcher: a process of the sweep ended (") and last.endswith(
+        "the same command goes on"
+    )
+    until = time.monotonic() + 20
+    while any(Path(f"/proc/{one}").exists() for one in workers) and time.monotonic() < until:
+        time.sleep(0.2)
+    assert not any(Path(f"/proc/{one}").exists() for one in workers)
+    reached = [state_of(run)["step"] for run in runs_of("killed", tmp_path).values()]
+    again = [*given[:3], *given[5:], f"steps={max(reached) + 2}"]
+    assert command("train", *again, cwd=tmp_path).status == 0

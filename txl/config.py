@@ -170,7 +170,10 @@ def launch(main: Callable[[], Any], *, literals: bool = False, stoppable: bool =
         if full or not (isinstance(error, (ValueError, OSError, yaml.YAMLError)) or _is_of_a_launcher(error)):
             raise
         error = _mistakes[0] or error  # a sweep that ends without a figure says so, but not why
-        if words := " ".join(str(error).split()):  # none where another process says it
+        words = " ".join(str(error).split())
+        if _is_of_a_launcher(error):
+            words = f"hydra/launcher: a process of the sweep ended ({words[:200]}); the same command goes on"
+        if words:  # none where another process says it
             print(words, file=sys.stderr)
         sys.exit(1)
     finally:
