@@ -3,6 +3,8 @@
 import re
 import shlex
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -90,3 +92,33 @@ def test_readme_python_runs(tokens):
     names = {"tokens": tokens, "targets": tokens, "mems": None, "state_dict": state_dict, "flags": flags}
     exec(block, names)
     assert names["output"].shape == tokens.shape and names["model"].softmax.weight.shape == (50, 16)
+
+
+def test_the_position_scheme_that_readme_adds_works(tmp_path):
+    """The diff as it stands, on a copy: trained, then gone on with, its logits those of the equation."""
+    (diff,) = re.findall(r"```diff\n(.*?)```", README, re.DOTALL)
+    for part in ("txl", "conf", "train.py"):
+        copied = shutil.copytree if (ROOT / part).is_dir() else shutil.copy
+        copied(ROOT / part, tmp_path / part)
+    subprocess.run(["git", "apply", "-"], cwd=tmp_path, input=diff, text=True, check=True)
+    check = """
+import math, sys, torch
+from txl.layers.position import KerplePosition
+scheme = KerplePosition(n_head=2, d_head=4, d_model=8)
+torch.nn.init.normal_(scheme.log_a), torch.nn.init.normal_(scheme.log_b)
+q, k = torch.randn(2, 1, 3, 4), torch.randn(2, 1, 5, 4)
+terms = scheme.terms(q, k, scheme.project(scheme.encode(5, q)))
+for h, i, j in torch.cartesian_prod(*map(torch.arange, (2, 3, 5))).tolist():
+    if j <= i + 2:
+        a, b = scheme.log_a[h].exp(), scheme.log_b[h].exp()
+        torch.testing.assert_close(terms["d"][h, 0, i, j], (-a * torch.log1p(b * (2 + i - j))).squeeze())
+import train
+sys.argv[1:] = ["model/position=kerple"] + sys.argv[1:]
+from txl import config
+config.launch(train.main)
+"""
+    for more in ([], ["steps=8"]):
+        given = [*TINY, "name=kerple", *more] if not more else [f"resume={next((tmp_path / 'outputs/kerple').iterdir())}", *more]
+        program = [sys.executable, "-c", check, *given]
+        done = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
