@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import stat
 import subprocess
@@ -19,6 +20,7 @@ from wandb.sdk.launch.sweeps.utils import create_sweep_command, create_sweep_com
 from txl import training
 from txl.config import check
 
+README = (ROOT / "README.md").read_text()
 FEW = [one for one in TINY if not one.startswith(("model.n_layer", "steps", "eval_every"))] + [
     "steps=2",
     "eval_every=2",
@@ -135,6 +137,13 @@ os.execvp(rest[0], rest)
 SACCT = """#!{python}
 print("JobID|State|NodeList\\n7_0|RUNNING|here\\n7_1|RUNNING|here")
 """
+
+
+def test_readme_has_every_launcher():
+    assert {*re.findall(r"hydra/launcher=(\w+)", README)} == {"joblib", "submitit_local", "submitit_slurm"}
+    assert {file.name for file in (ROOT / "conf" / "wandb_sweeps").iterdir()} >= {
+        *re.findall(r"wandb_sweeps/(\w+\.yaml)", README)
+    }
 
 
 @pytest.mark.slow

@@ -90,3 +90,55 @@ def test_a_picture_and_a_table_for_other_programs(trained_run, capsys):
 def test_a_folder_without_a_run_is_told(capsys):
     assert report.main(["."]) == 1 and capsys.readouterr().err == ". holds no finished run (no result.json)\n"
     assert report.main([]) == 1
+
+
+def test_the_table_has_speed_and_settings_and_the_plot_their_panels(trained_run, monkeypatch):
+    """Mean seconds, mean of the runs' median tokens/s; a column for each key that differs, a panel for those that all have."""
+    for name, nll, changes in (
+        ("a", 1.0, {"clip": "clip: 0.5"}),
+        ("b", 2.0, {"clip": "clip: null"}),
+        ("c", 3.0, {"clip": "clip: null", "seed": "seed: 2"}),
+    ):
+        copy(trained_run, name, nll, **changes)
+    speeds = {"b": [1.0, 8.0, 3.0], "c": [5.0]}
+    for name, values in speeds.items():
+        lines = [{"step": n, "tokens": 10 * n, "tokens_per_second": value} for n, value in enumerate(values, 1)]
+        lines.append({"step": 9, "tokens": 90, "valid/nll": 2.5})
+        (Path("runs") / name / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    seconds = json.loads(Path("runs/c/result.json").read_text())
+    Path("runs/c/result.json").write_text(json.dumps({**seconds, "seconds": seconds["seconds"] + 10}))
+    rows = report.leaderboard(report.find([Path("runs")]))
+    assert rows[1]["tokens_per_second"] == 4.0 and rows[1]["seconds"] == pytest.approx(seconds["seconds"] + 5)
+    assert rows[1]["curves"] == [[(90, 2.5)]] * 2
+    assert report.swept(rows) == ["clip"]
+    drawn = []
+    monkeypatch.setattr(report, "_draw_against", lambda axis, rows, key: drawn.append(key))
+    report.plot(rows, Path("p.png"))
+    report.write_csv(rows, Path("p.csv"))
+    assert drawn == ["clip"]
+    with open("p.csv") as file:
+        assert [(row["clip"], row["tokens_per_second"]) for row in csv.DictReader(file)][1] == ("", "4.0")
+
+
+def test_of_a_part_of_another_class_the_class_alone_is_a_key():
+    settings = [
+        {"model.memory._target_": "x.A", "model.memory.mem_len": 3, "clip": 1.0},
+        {"model.memory._target_": "x.B", "model.memory.mem_len": 4, "clip": 2.0, "rest": 1},
+    ]
+    assert report.swept([{"settings": one} for one in settings]) == ["model.memory._target_", "clip"]
+    assert report.swept([]) == []
+
+
+def test_what_has_no_figures_is_told_below_the_table(trained_run, capsys):
+    """The error of a sweep's point, or how far a run came."""
+    copy(trained_run, "a", 1.0)
+    for name in ("failed", "cut"):
+        copy(trained_run, name, 1.0)
+        (Path("runs") / name / "result.json").unlink()
+    Path("runs/failed/error.txt").write_text("clip=0\nclip: must be above 0\n\nTraceback\n")
+    Path("runs/a/error.txt").write_text("clip=0\nof an earlier try\n")
+    assert report.main(["runs"]) == 0
+    assert capsys.readouterr().out.splitlines()[-2:] == [
+        "runs/cut: unfinished: logged up to update 6",
+        "runs/failed: failed: clip: must be above 0",
+    ]

@@ -68,7 +68,7 @@ def test_a_file_that_cannot_be_written_costs_no_other_and_no_table():
 def test_a_sweep_of_failures_has_no_table_but_says_why():
     outcome = in_process("train", "-m", "model.n_layer=0", *TINY[1:])
     assert outcome.status == 1 and "failed: model.n_layer=0" in outcome.stdout.decode()
-    assert [path.name for path in Path("outputs/.sweep").iterdir()] == ["multirun.yaml"]
+    assert not [path for path in Path("outputs/.sweep").iterdir() if path.suffix in (".csv", ".png")]
 
 
 def test_a_sweep_of_evaluations_prints_its_figures_alone(trained_run):

@@ -136,7 +136,7 @@ def _short(key: str, among: Iterable[str]) -> str:
 def _value(key: str, value: Any) -> Any:
     """A class by its last name; a number in four digits."""
     if type(value) is float:
-        return f"{value:.4g}"
+        return float(f"{value:.4g}")
     return str(value).rpartition(".")[2] if key.endswith("._target_") else value
 
 
