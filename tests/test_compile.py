@@ -110,6 +110,19 @@ def test_dropout_on_compiled_attention_is_that_of_both_passes():
 
 def test_a_compiled_run_that_was_stopped_goes_on_to_the_same_figures(tmp_path):
     """Bit for bit with deterministic=true, which leaves out additions whose order depends on timing."""
+    given = [*TINY, "compile=true", "deterministic=true", "steps=8", "save_every=100", "model.dropout=0.1"]
+    weights = []
+    for name, minutes in (("whole", ["null"]), ("cut", ["1e-9", "null"])):
+        for limit in minutes:
+            outcome = command("train", f"name={name}", *given, f"max_minutes={limit}", cwd=tmp_path)
+            assert outcome.status == (0 if limit == "null" else 75), outcome.stderr
+        (path,) = (tmp_path / "outputs" / name).iterdir()
+        weights.append(checkpoint.load(path / "last.pt")["model"])
+    assert all(torch.equal(one, weights[1][name]) for name, one in weights[0].items())
+
+
+def test_points_of_a_sweep_are_compiled_as_if_alone(tmp_path):
+    """More models than torch keeps programs for: earlier ones are forgotten."""
     replaced = ("steps", "eval_every", "model.d_inner")
     given = ["compile=true", "steps=2", "eval_every=2", *(one for one in TINY if not one.startswith(replaced))]
     with torch._dynamo.config.patch(recompile_limit=4):

@@ -47,7 +47,8 @@ class Report(Callback):
             returned = job_return.return_value
         except Exception as error:
             returned = error
-        point: dict[str, Any] = {"call": self.call, "overrides": list(job_return.overrides), "run": None, "error": None}
+        point: dict[str, Any] = {"call": self.call, "number": config.hydra.job.num, "run": None, "error": None}
+        point["overrides"] = list(job_return.overrides)
         if isinstance(returned, Exception):
             point["error"] = " ".join(str(returned).split()) or type(returned).__name__
         try:
@@ -67,7 +68,9 @@ class Report(Callback):
         from txl.runs import result
         from txl.runtime import naming
 
-        points = [json.loads(file.read_text()) for file in sorted(self.path.glob("*.json"))]
+        points = sorted(
+            (json.loads(file.read_text()) for file in self.path.glob("*.json")), key=lambda point: point["number"]
+        )
         if "study_name" not in config.hydra.sweeper:  # a study goes on, and all of it is told
             points = [point for point in points if point["call"] == self.call]
         common = set.intersection(*(set(point["overrides"]) for point in points)) if len(points) > 1 else set()
