@@ -79,7 +79,7 @@ def one_by_one(texts, tokens):
 
 
 @pytest.mark.parametrize(
-    ("variant", "prompt_len"), [*((variant, 12) for variant in MODELS), *((list(MODELS)[0], n) for n in (1, 33))]
+    ("variant", "prompt_len"), [*((variant, 12) for variant in MODELS), *((next(iter(MODELS)), n) for n in (1, 33))]
 )
 def test_cached_generation_equals_recomputation_at_every_step(variant, prompt_len):
     """Far past several times the memory, for which the buffers move many times."""
