@@ -73,7 +73,7 @@ def one_by_one(texts, tokens):
     """log p after the prompts and after each further token of each text."""
     found = [texts.log_probs]
     for column in tokens.unbind(1):
-        texts.extend(column.tolist())
+        texts.extend(column[:, None].tolist())
         found.append(texts.log_probs)
     return torch.stack(found, dim=1)
 
@@ -146,7 +146,7 @@ def test_one_token_costs_one_token():
             module.register_forward_pre_hook(lambda _, given: rows.append(given[0].shape[:-1].numel()))
     with profile(activities=[ProfilerActivity.CPU]) as recorded:
         for token in range(4):
-            texts.extend([token])
+            texts.extend([[token]])
     assert rows == [1] * (4 * 2 * 5)  # q, k and v, output, two of the feed-forward network: nothing for the distances
     assert [kept.data_ptr() for kept in texts.cache.keys_values] == buffers
     assert not [event for event in recorded.events() if event.name in ("aten::cat", "aten::roll")]
@@ -226,7 +226,7 @@ def test_where_memory_is_reset_a_new_document_forgets_the_old_one(overrides, con
     torch.testing.assert_close(several.log_probs[1:], alone.log_probs.expand(2, -1))
     for token in b"e end":
         for texts in (several, alone):
-            texts.extend([token] * len(texts.log_probs))
+            texts.extend([[token]] * len(texts.log_probs))
         torch.testing.assert_close(several.log_probs[1:], alone.log_probs.expand(2, -1))
     plain = Reader(model, context=context).begin([text])
     if not overrides or context > 3:
