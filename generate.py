@@ -51,7 +51,7 @@ def main(cfg) -> list:
     prompts = prompt.splitlines() or [b""] if asked.each_line else [prompt]
     if asked.score:
         reading = dict(resets=corpus.reset_at_document, tgt_len=evaluated_tgt_len(trained), precision=precision)
-        return score_all(model, prompts, encoder, **reading, format=asked.format, shades=shades)
+        return score_all(model, prompts, encoder, **reading, format=asked.format, shades=shades, named=asked.each_line)
     reader = generation.Reader(
         model,
         context=trained["tgt_len"],

@@ -58,12 +58,13 @@ def score_all(
     precision: str,
     format: str,
     shades: Shades,
+    named: bool,
 ) -> list[dict[str, Any]]:
-    """Writes a line for each text, as soon as it is read; returns the figures."""
+    """Writes a line for each text, as soon as it is read, with the text behind if `named`; returns the figures."""
     found = []
     for text in texts:
         scored = score(model, text, encoder, resets=resets, tgt_len=tgt_len, precision=precision)
-        line = _row(text, scored) if format == "jsonl" else _line(text, scored, shades, one_of_many=len(texts) > 1)
+        line = _row(text, scored) if format == "jsonl" else _line(text, scored, shades, named=named)
         sys.stdout.buffer.write(line + b"\n")
         sys.stdout.buffer.flush()
         found.append(scored.figures)
@@ -76,8 +77,8 @@ def _row(text: bytes, scored: Scored) -> bytes:
     return json.dumps({"text": exact(text), **scored.figures, "each": each}).encode()
 
 
-def _line(text: bytes, scored: Scored, shades: Shades, *, one_of_many: bool) -> bytes:
-    """For people: the figures; and the text, where it is one of many or in colours."""
+def _line(text: bytes, scored: Scored, shades: Shades, *, named: bool) -> bytes:
+    """For people: the figures; and the text, where it is one of many (`named`) or in colours."""
     names = ("total_nll", "nll", "ppl", "bits_per_byte")
     values = {name: scored.figures.get(name) for name in names}
     shown = [f"{name} {'-' if value is None else f'{value:.4f}':<9}" for name, value in values.items()]
@@ -85,5 +86,5 @@ def _line(text: bytes, scored: Scored, shades: Shades, *, one_of_many: bool) -> 
     if shades.system is not None:
         losses = [nll for piece, nll in zip(scored.pieces, scored.nll.tolist(), strict=True) for _ in piece]
         painted, _ = shades.painted(b"".join(scored.pieces), losses)
-        return line + (b"  " if one_of_many else b"\n") + painted
-    return line + b"  " + readable(text).encode() if one_of_many else line
+        return line + (b"  " if named else b"\n") + painted
+    return line + b"  " + readable(text).encode() if named else line
