@@ -89,6 +89,20 @@ def test_cached_generation_equals_recomputation_at_every_step(variant, prompt_le
     torch.testing.assert_close(found[0], by_hidden_states(model, text, further), rtol=0, atol=1e-11)
 
 
+@pytest.mark.parametrize("variant", MODELS)
+def test_further_tokens_read_at_once_are_read_as_one_by_one(variant):
+    """Once and again, more than there is room for at a time and more than the window."""
+    reader = Reader(tiny_model(*MODELS[variant]), context=CONTEXT)
+    text = prompt_of(3 + 2 + 13 + 1 + 9)
+    texts = reader.begin([text[:3]], room=4)
+    one = one_by_one(reader.begin([text[:3]]), text[None, 3:])[0]
+    place = 0
+    for length in (2, 13, 1, 9):
+        texts.extend([text[3 + place : 3 + place + length].tolist()])
+        place += length
+        torch.testing.assert_close(texts.log_probs[0], one[place], rtol=0, atol=1e-11)
+
+
 @pytest.mark.parametrize("length", [5, 10, 1000])
 def test_a_prompt_read_in_long_segments_is_read_as_in_segments_of_the_context(length, monkeypatch):
     monkeypatch.setattr(generation, "PROMPT_AT_ONCE", length)

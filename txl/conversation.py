@@ -133,7 +133,7 @@ class Conversation:
             return self.set(name, word)
         if name == "save":
             return self.save(word)
-        if name not in ("reset", "help"):
+        if name not in ("reset", "help", "quit"):
             raise ValueError(f"/{name}: there is no such command; /help lists them, and //{name} is text")
         if word:
             raise ValueError(f"/{name}: takes no value; type /{name} alone")
@@ -154,7 +154,7 @@ def converse(conversation: Conversation, first: bytes | None) -> None:
                 conversation.say(line[1:] if line[:2] == b"//" else line)
                 continue
             name, _, word = line[1:].decode("utf-8", "surrogateescape").strip().partition(" ")
-            if name == "quit":
+            if (name, word) == ("quit", ""):
                 return
             print(conversation.command(name, word.strip()), file=sys.stderr, flush=True)
         except ValueError as error:

@@ -32,7 +32,10 @@ class Shades:
 
     def __init__(self, n_token: int, color: bool | Literal["always"]):
         self.full = math.log(max(n_token, 2))
-        self.console = Console(force_terminal=True, color_system="256") if color == "always" else Console()
+        forced = dict(force_terminal=True, color_system="256") if color == "always" else {}
+        self.console = Console(
+            no_color=not color and None, **forced
+        )  # who asks for colours wants them despite NO_COLOR
         self.system = COLOR_SYSTEMS.get(self.console.color_system) if color else None
 
     def painted(self, text: bytes, nll: Sequence[float], *, ended: bool = True) -> tuple[bytes, int]:

@@ -115,7 +115,7 @@ class Hidden:
         """The norm of each layer's states, and how like the layer before they are, along the text."""
         with picture(path, columns=2, size=(10, 4)) as axes:
             norm_axis, cosine_axis = axes[0]
-            norm_axis.bar(range(len(found["norm"])), found["norm"])
+            norm_axis.bar([str(n) for n in range(len(found["norm"]))], found["norm"])
             norm_axis.set(xlabel="layer (0: embeddings)", ylabel="mean norm of the state", title="size")
             along = found["along"]
             for n, values in enumerate(along["cosine"], start=1):
@@ -124,7 +124,7 @@ class Hidden:
                 xlabel="position in the text (tokens)", ylabel="mean cosine", title="what a layer leaves as it is"
             )
             cosine_axis.grid(alpha=0.3)
-            cosine_axis.legend(fontsize=8)
+            cosine_axis.legend(fontsize=7, ncols=-(-len(along["cosine"]) // 8))
 
 
 class Means:
