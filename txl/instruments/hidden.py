@@ -113,7 +113,7 @@ class Hidden:
 
     def draw(self, found: dict[str, Any], path: Path) -> None:
         """The norm of each layer's states, and how like the layer before they are, along the text."""
-        with picture(path, columns=2, size=(10, 4)) as axes:
+        with picture(path, columns=2, size=(10.0, 4.0)) as axes:
             norm_axis, cosine_axis = axes[0]
             norm_axis.bar([str(n) for n in range(len(found["norm"]))], found["norm"])
             norm_axis.set(xlabel="layer (0: embeddings)", ylabel="mean norm of the state", title="size")
