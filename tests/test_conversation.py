@@ -17,7 +17,7 @@ import pytest
 import torch
 from conftest import ROOT, characters_run, in_process, refused, tiny_model
 
-from txl import generation
+from txl import archive, generation
 from txl.conversation import Conversation
 from txl.data.encoding import Encoder
 from txl.data.vocab import Bytes
@@ -32,6 +32,17 @@ MODELS = {
     "absolute": ["model.memory.mem_len=10", "model/position=absolute"],
     "compressive": ["model/memory=compressive", "model.memory.mem_len=5", "model.memory.rate=5"],
 }
+
+
+@pytest.fixture(scope="module")
+def run(trained_run, tmp_path_factory):
+    """A checkpoint whose weights are far from zero, so that what it was told changes what it says."""
+    content, path = torch.load(trained_run / "best.pt", weights_only=True), tmp_path_factory.mktemp("loud") / "loud.pt"
+    generator = torch.Generator().manual_seed(0)
+    for tensor in content["model"].values():
+        tensor += 0.3 * torch.randn(tensor.shape, generator=generator)
+    archive.write(path, content)
+    return path
 
 
 def talk(run, *lines, overrides=(), monkeypatch):
@@ -70,7 +81,8 @@ def test_each_token_is_read_once(monkeypatch):
         model.softmax, "embed", lambda tokens, embed=model.softmax.embed: seen.append(tokens) or embed(tokens)
     )
     talked = conversation_with(model, context=4, temperature=1.0)
-    for line in (b"one", b"two words", b"", b"three"):
+    for line, length in ((b"one", 7), (b"two words", 7), (b"", 0), (b"three", 7)):
+        talked.set("max_new_tokens", str(length))
         talked.say(line)
     read = torch.cat(seen, dim=1)[0].tolist()
     assert bytes(read) == talked.said[0][:-1]
@@ -87,26 +99,35 @@ def test_the_memory_of_a_long_talk_is_that_of_its_text_read_token_by_token():
     torch.testing.assert_close(talked.texts.log_probs, texts.log_probs, rtol=0, atol=1e-10)
 
 
-def test_after_a_reset_all_is_as_at_the_start(trained_run, monkeypatch):
+def test_after_a_reset_all_is_as_at_the_start(run, monkeypatch):
     """Drawn at random too. The first turn is what generate.py writes after the same prompt; the lines' ends belong to nothing."""
-    fresh = in_process("generate", f"checkpoint={trained_run}", "prompt=Hello", "max_new_tokens=12").stdout
-    outcome = talk(trained_run, b"Hello", b"more", b"/reset", b"Hello", monkeypatch=monkeypatch)
+    fresh = in_process("generate", f"checkpoint={run}", "prompt=Hello", "max_new_tokens=12").stdout
+    outcome = talk(run, b"Hello", b"more", b"/reset", b"Hello", monkeypatch=monkeypatch)
     assert outcome.status == 0 and outcome.stderr == "the memory is empty\n"
     assert outcome.stdout.startswith(fresh) and outcome.stdout.endswith(fresh)
     assert len(outcome.stdout) == 3 * 13
-    assert talk(trained_run, b"Hello", monkeypatch=monkeypatch).stdout == fresh
+    assert talk(run, b"Hello", monkeypatch=monkeypatch).stdout == fresh
 
 
-def test_a_prompt_on_the_command_line_is_the_first_turn(trained_run, monkeypatch):
-    typed = talk(trained_run, b"//x", b"more", monkeypatch=monkeypatch).stdout
-    assert talk(trained_run, b"more", overrides=["prompt=/x"], monkeypatch=monkeypatch).stdout == typed
+def test_a_reset_empties_the_memory():
+    talked, fresh = (conversation_with(tiny_model("model.memory.mem_len=64", n_token=256)) for _ in range(2))
+    talked.say(b"something else")
+    talked.reset()
+    for one in (talked, fresh):
+        one.say(b"Hello")
+    assert talked.said[-1] == fresh.said[-1] and torch.equal(talked.texts.log_probs, fresh.texts.log_probs)
+
+
+def test_a_prompt_on_the_command_line_is_the_first_turn(run, monkeypatch):
+    typed = talk(run, b"//x", b"more", monkeypatch=monkeypatch).stdout
+    assert talk(run, b"more", overrides=["prompt=/x"], monkeypatch=monkeypatch).stdout == typed
     Path("p.txt").write_text("/x")
-    assert talk(trained_run, b"more", overrides=["prompt_file=p.txt"], monkeypatch=monkeypatch).stdout == typed
+    assert talk(run, b"more", overrides=["prompt_file=p.txt"], monkeypatch=monkeypatch).stdout == typed
 
 
-def test_the_talk_is_saved_byte_for_byte_and_nothing_is_written_over(trained_run, monkeypatch):
+def test_the_talk_is_saved_byte_for_byte_and_nothing_is_written_over(run, monkeypatch):
     lines = [b"/save out.txt", b"Hi \xff", b"/save out.txt", b"/reset", b"", b"//a", b"/save out.txt", b"/save o 2.txt"]
-    outcome = talk(trained_run, *lines, b"/save no/such/folder", b"/save", monkeypatch=monkeypatch)
+    outcome = talk(run, *lines, b"/save no/such/folder", b"/save", monkeypatch=monkeypatch)
     early, first, _, taken, second, nowhere, nameless = outcome.stderr.splitlines()
     assert early == "/save: nothing was said yet" and taken.startswith("/save: out.txt is there already")
     assert nowhere.startswith("/save: cannot write no/such/folder (No such file") and nameless.startswith("/save: name")
@@ -116,13 +137,13 @@ def test_the_talk_is_saved_byte_for_byte_and_nothing_is_written_over(trained_run
     assert second.endswith("o 2.txt") and sorted(os.listdir()) == ["o 2.txt", "out.txt"]
 
 
-def test_how_tokens_are_drawn_can_be_changed(trained_run, monkeypatch):
+def test_how_tokens_are_drawn_can_be_changed(run, monkeypatch):
     """As the keys of the same names would from the start."""
     keys = {"temperature": "0.3", "top_k": "4", "top_p": "0.9", "max_new_tokens": "5", "seed": "9"}
     commands = [f"/{name} {value}".encode() for name, value in keys.items()]
-    outcome = talk(trained_run, *commands, b"Hi", b"/top_p null", b"/top_p", monkeypatch=monkeypatch)
+    outcome = talk(run, *commands, b"Hi", b"/top_p null", b"/top_p", monkeypatch=monkeypatch)
     overrides = [f"{name}={value}" for name, value in keys.items()]
-    expected = in_process("generate", f"checkpoint={trained_run}", "prompt=Hi", *overrides).stdout
+    expected = in_process("generate", f"checkpoint={run}", "prompt=Hi", *overrides).stdout
     assert outcome.stdout == expected and len(expected) == 6
     said = [f"{name}: {value}" for name, value in keys.items()]
     assert outcome.stderr.splitlines() == [*said, "top_p: null", "top_p: null"]
@@ -147,14 +168,14 @@ def test_how_tokens_are_drawn_can_be_changed(trained_run, monkeypatch):
         (b"/help me", "type /help alone"),
     ],
 )
-def test_a_mistake_is_one_line_that_says_what_to_type_and_the_loop_goes_on(line, told, trained_run, monkeypatch):
-    outcome = talk(trained_run, line, b"Hi", monkeypatch=monkeypatch)
+def test_a_mistake_is_one_line_that_says_what_to_type_and_the_loop_goes_on(line, told, run, monkeypatch):
+    outcome = talk(run, line, b"Hi", monkeypatch=monkeypatch)
     assert outcome.status == 0 and outcome.stderr.count("\n") == 1 and told in outcome.stderr
     assert len(outcome.stdout) == 13
 
 
-def test_help_names_every_command_and_quit_ends(trained_run, monkeypatch):
-    outcome = talk(trained_run, b"/help", b"/quit", b"Hi", monkeypatch=monkeypatch)
+def test_help_names_every_command_and_quit_ends(run, monkeypatch):
+    outcome = talk(run, b"/help", b"/quit", b"Hi", monkeypatch=monkeypatch)
     assert (outcome.status, outcome.stdout) == (0, b"")
     for name in ("reset", "save", "temperature", "top_p", "top_k", "max_new_tokens", "seed", "help", "quit", "/"):
         assert f"/{name}" in outcome.stderr
@@ -168,11 +189,11 @@ def test_what_the_vocabulary_lacks_is_refused_and_nothing_of_it_is_read(tmp_path
     refused(talk(run, b"a", overrides=["prompt=az"], monkeypatch=monkeypatch), "prompt")
 
 
-def test_the_text_that_ends_a_turn_is_not_shown_but_stays_in_memory(trained_run, monkeypatch):
-    whole = talk(trained_run, b"Hi", b"/save whole", monkeypatch=monkeypatch).stdout[:-1]
+def test_the_text_that_ends_a_turn_is_not_shown_but_stays_in_memory(run, monkeypatch):
+    whole = talk(run, b"Hi", b"/save whole", monkeypatch=monkeypatch).stdout[:-1]
     stop = f"stop={os.fsdecode(whole[5:7])}"
     place = whole.index(whole[5:7])
-    outcome = talk(trained_run, b"Hi", b"/save stopped", b"", b"/save on", overrides=[stop], monkeypatch=monkeypatch)
+    outcome = talk(run, b"Hi", b"/save stopped", b"", b"/save on", overrides=[stop], monkeypatch=monkeypatch)
     assert outcome.stdout[: place + 1] == whole[:place] + b"\n"
     assert Path("stopped").read_bytes() == b"Hi" + whole[: place + 2]
     assert Path("on").read_bytes().startswith(Path("whole").read_bytes()[: 2 + place + 2])
@@ -190,32 +211,32 @@ def drawing(monkeypatch, number, at):
     monkeypatch.setattr(generation.Sampling, "draw", interrupted)
 
 
-def test_ctrl_c_ends_a_text_and_the_loop_goes_on(trained_run, monkeypatch):
+def test_ctrl_c_ends_a_text_and_the_loop_goes_on(run, monkeypatch):
     """The token that was on its way is shown; the memory is that of what was said."""
-    whole = talk(trained_run, b"Hi", monkeypatch=monkeypatch).stdout
+    whole = talk(run, b"Hi", monkeypatch=monkeypatch).stdout
     with monkeypatch.context() as patch:
         drawing(patch, signal.SIGINT, at=4)
-        outcome = talk(trained_run, b"Hi", b"/max_new_tokens 7", b"", monkeypatch=patch)
+        outcome = talk(run, b"Hi", b"/max_new_tokens 7", b"", monkeypatch=patch)
     assert outcome.status == 0
     assert outcome.stdout == whole[:5] + b"\n" + whole[5:12] + b"\n"
 
 
-def test_ctrl_c_at_other_times_and_sigterm_end_the_program(trained_run, monkeypatch):
+def test_ctrl_c_at_other_times_and_sigterm_end_the_program(run, monkeypatch):
     class Interrupted(io.BytesIO):
         def __iter__(self):
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
         patch.setattr(sys, "stdin", io.TextIOWrapper(Interrupted()))
-        assert in_process("generate", f"checkpoint={trained_run}", "interactive=true").status == 130
+        assert in_process("generate", f"checkpoint={run}", "interactive=true").status == 130
     drawing(monkeypatch, signal.SIGTERM, at=4)
-    assert talk(trained_run, b"Hi", b"Hi", monkeypatch=monkeypatch).status == 75
+    assert talk(run, b"Hi", b"Hi", monkeypatch=monkeypatch).status == 75
 
 
-def test_at_a_terminal(trained_run, tmp_path):
+def test_at_a_terminal(run, tmp_path):
     """A sign asks for lines, which can be edited; colours show; Ctrl-C leaves a text; Ctrl-D ends with 0."""
     parent, child = pty.openpty()
-    program = [sys.executable, str(ROOT / "generate.py"), f"checkpoint={trained_run}", "interactive=true", "color=true"]
+    program = [sys.executable, str(ROOT / "generate.py"), f"checkpoint={run}", "interactive=true", "color=true"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TERM": "xterm-256color"}
     streams = dict(stdin=child, stdout=child, stderr=child, cwd=tmp_path, env=environment, start_new_session=True)
     process = subprocess.Popen(

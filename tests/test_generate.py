@@ -157,8 +157,9 @@ def test_samples_side_by_side_are_those_that_stand_below_each_other(trained_run,
         assert shown.index("one") < shown.index("two")
 
 
-def test_colours_change_no_text(trained_run):
-    """And where standard output is no terminal there are none, but on demand."""
+def test_colours_change_no_text(trained_run, monkeypatch):
+    """And where standard output is no terminal there are none, but on demand, whatever the environment says."""
+    monkeypatch.setenv("NO_COLOR", "1")
     arguments = [f"checkpoint={trained_run}", "prompt=The ", "max_new_tokens=60", "num_samples=2", "stop=q"]
     plain = in_process("generate", *arguments).stdout
     assert in_process("generate", *arguments, "color=true").stdout == plain
