@@ -1,27 +1,38 @@
-"""Continues a prompt with a checkpoint, the memory carried from token to token.
+r"""Continues a prompt with a checkpoint, the memory carried from token to token; or scores the prompt itself.
 
 python generate.py checkpoint=outputs/python_docs/default prompt="It's 42, isn't it?"
-python generate.py checkpoint=RUN prompt_file=start.txt temperature=0.8 top_p=0.95 num_samples=3 seed=1
+python generate.py checkpoint=RUN prompt_file=start.txt temperature=0.8 top_p=0.95 num_samples=3 seed=1 format=columns
 python generate.py checkpoint=RUN prompt_file=starts.txt each_line=true num_samples=4      many prompts side by side
-echo -n "The " | python generate.py checkpoint=RUN prompt=- stop="." format=jsonl
+echo -n "The " | python generate.py checkpoint=RUN prompt=- stops='[".", "\n\n"]' format=jsonl
+python generate.py checkpoint=RUN interactive=true color=true    a prompt loop that keeps the memory; /help
+python generate.py checkpoint=RUN prompt_file=text.txt score=true color=true               what each token costs
 """
 
-import json
 import os
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from txl import config as hydra_config
 from txl.settings import TRAINED, Generate
 from txl.signature import arguments
 
+if TYPE_CHECKING:
+    from txl.data.encoding import Encoder
+    from txl.generation import Reader, Sampling
+    from txl.printing import Shades
+
 
 @hydra_config.entry_point("generate")
-def main(cfg) -> list[bytes]:
-    """Writes the continuation only, as raw bytes, flushed as they are made; returns the texts."""
+def main(cfg) -> list:
+    """Writes the continuation only, as raw bytes, flushed as they are made; returns the texts, or with score=true the figures."""
     from txl import checkpoint, generation
+    from txl.conversation import Conversation, converse
+    from txl.instruments.subject import evaluated_tgt_len
+    from txl.printing import Shades
     from txl.runtime import choose_device
+    from txl.scoring import score_all
 
     hydra_config.check(cfg)
     asked = Generate(**arguments(hydra_config.plain(cfg)))
@@ -36,6 +47,11 @@ def main(cfg) -> list[bytes]:
     precision = trained["precision"] if asked.precision == TRAINED else asked.precision
     corpus = checkpoint.construct(trained["data"], cache_dir=None)
     encoder = corpus.encoder(vocab)
+    shades = Shades(vocab.n_token, asked.color)
+    prompts = prompt.splitlines() or [b""] if asked.each_line else [prompt]
+    if asked.score:
+        reading = dict(resets=corpus.reset_at_document, tgt_len=evaluated_tgt_len(trained), precision=precision)
+        return score_all(model, prompts, encoder, **reading, format=asked.format, shades=shades, named=asked.each_line)
     reader = generation.Reader(
         model,
         context=trained["tgt_len"],
@@ -43,11 +59,30 @@ def main(cfg) -> list[bytes]:
         precision=precision,
         documents=generation.borders_for(encoder, corpus.reset_at_document),
     )
-    prompts = prompt.splitlines() or [b""] if asked.each_line else [prompt]
+    if asked.interactive:
+        conversation = Conversation(reader, encoder, sampling, seed=asked.seed, stops=asked.stop_texts(), shades=shades)
+        converse(conversation, prompt if asked.prompt is not None or asked.prompt_file is not None else None)
+        return conversation.said
+    return go_on(asked, prompts, sampling, reader, encoder, shades)
+
+
+def go_on(
+    asked: Generate,
+    prompts: list[bytes],
+    sampling: "Sampling",
+    reader: "Reader",
+    encoder: "Encoder",
+    shades: "Shades",
+) -> list[bytes]:
+    """Continues prompts, as many side by side as there is room for."""
+    from txl import generation
+    from txl.printing import Output
+
     encoded = [generation.encode_prompt(encoder, one)[0] for one in prompts]
     rows = [(index, sample) for index in range(len(prompts)) for sample in range(asked.num_samples)]
-    output = Output(asked, [(prompts[index], sample) for index, sample in rows])
-    at_once = generation.rows_at_once(model, reader.context)
+    named = [(prompts[index], sample) for index, sample in rows]
+    output = Output(named, format=asked.format, seed=asked.seed, shades=shades)
+    at_once = generation.rows_at_once(reader.model, reader.context)
     for first in range(0, len(rows), at_once):
         chosen = rows[first : first + at_once]
         copies = Counter(index for index, _ in chosen)
@@ -55,42 +90,12 @@ def main(cfg) -> list[bytes]:
             reader.begin([encoded[index] for index in copies], list(copies.values())),
             sampling,
             [generation.sample_seed(asked.seed, sample) for _, sample in chosen],
-            decode=vocab.decode,
-            stop=os.fsencode(asked.stop) if asked.stop else None,
+            decode=encoder.vocab.decode,
+            stops=asked.stop_texts(),
         )
-        for row, piece in pieces:
-            output.add(first + row, piece)
+        for row, piece, nll in pieces:
+            output.add(first + row, piece, nll)
     return output.texts
-
-
-class Output:
-    """Writes texts in their order: the first that has not ended as it grows, those behind it when their turn comes."""
-
-    def __init__(self, asked: Generate, rows: list[tuple[bytes, int]]):
-        self.asked, self.rows, self.stream = asked, rows, sys.stdout.buffer
-        self.texts, self.ended = [b""] * len(rows), [False] * len(rows)
-        self.current = self.written = 0
-
-    def add(self, row: int, piece: bytes | None) -> None:
-        """One more piece of a text; None ends it."""
-        self.ended[row] |= piece is None
-        self.texts[row] += piece or b""
-        while self.current < len(self.rows):
-            text = self.texts[self.current]
-            if self.asked.format == "text":
-                self.stream.write(text[self.written :])
-                self.written = len(text)
-            if not self.ended[self.current]:
-                break
-            self.stream.write(self._end(text, *self.rows[self.current]))
-            self.current, self.written = self.current + 1, 0
-        self.stream.flush()
-
-    def _end(self, text: bytes, prompt: bytes, sample: int) -> bytes:
-        if self.asked.format == "text":
-            return b"\n---\n" if self.current + 1 < len(self.rows) else b"\n"
-        row = {"sample": sample, "seed": self.asked.seed, "prompt": readable(prompt), "text": readable(text)}
-        return (json.dumps(row) + "\n").encode()
 
 
 def read_prompt(prompt: str | None, prompt_file: str | None) -> bytes:
@@ -101,11 +106,6 @@ def read_prompt(prompt: str | None, prompt_file: str | None) -> bytes:
         except OSError as error:
             raise ValueError(f"prompt_file: cannot read {prompt_file} ({error.strerror})") from error
     return sys.stdin.buffer.read() if prompt == "-" else os.fsencode(prompt or "")
-
-
-def readable(text: bytes) -> str:
-    """Text for JSON; bytes that are no UTF-8 become lone surrogates, from which Python's surrogateescape makes them again."""
-    return text.decode("utf-8", "surrogateescape")
 
 
 if __name__ == "__main__":

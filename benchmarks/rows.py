@@ -254,7 +254,7 @@ def generation(peer: str | None, *, mem_len: int, batch: int, tokens: int, **siz
 
     def our_tokens() -> None:
         for _ in range(tokens):
-            texts.extend([0] * batch)
+            texts.extend([[0]] * batch)
 
     calls = {"authors": their_tokens} if theirs is not None else {}
     return calls | {"plain twin": plain_tokens, "ours": our_tokens}

@@ -2,12 +2,14 @@
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
 from conftest import characters_run, command, in_process, refused
 
 from txl import generation
+from txl.instruments.showing import readable
 
 
 @pytest.mark.parametrize(
@@ -24,6 +26,13 @@ from txl import generation
         ("format=xml", "format"),
         ("prompt_file=missing.txt", "prompt_file"),
         ("+temprature=1", "temprature"),
+        ("stops=.", "stops"),
+        ('stops=["a",""]', "stops"),
+        ("stops=[1]", "stops"),
+        ('stops="."', "stops"),
+        ("color=sometimes", "color"),
+        ("score=true", "prompt"),
+        ("interactive=yes please", "interactive"),
     ],
 )
 def test_generate_refuses_a_bad_value(override, key, trained_run):
@@ -86,6 +95,80 @@ def test_generate_stops_before_the_stop_text(trained_run):
     stop = next(letter for letter in map(chr, range(33, 127)) if letter.encode() in whole)
     stopped = in_process("generate", *arguments, f"stop={stop}").stdout[:-1]
     assert stopped == whole.split(stop.encode())[0]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (["interactive=true", "score=true"], "score"),
+        (["interactive=true", "prompt=-"], "prompt"),
+        (["interactive=true", "each_line=true"], "each_line"),
+        (["interactive=true", "num_samples=2"], "num_samples"),
+        (["interactive=true", "format=jsonl"], "format"),
+        (["score=true", "prompt=a", "num_samples=2"], "num_samples"),
+        (["score=true", "prompt=a", "format=columns"], "format"),
+        (["format=jsonl", "color=true"], "color"),
+    ],
+)
+def test_generate_refuses_what_does_not_go_together(overrides, key, trained_run):
+    refused(in_process("generate", f"checkpoint={trained_run}", *overrides), key)
+
+
+def test_generate_stops_before_the_first_of_several_texts(trained_run):
+    """Each of several tokens, one of them within another; given as JSON, in which a line end can be written."""
+    arguments = [f"checkpoint={trained_run}", "prompt=x", "max_new_tokens=200", "top_k=3"]
+    whole = in_process("generate", *arguments).stdout[:-1]
+    long, short, later = whole[60:66], whole[62:64], whole[120:124]
+    places = [whole.index(stop) for stop in (long, short, later)]
+    for stops in ([long, short, later], [later, short], [later], [b"\n\nnowhere", short]):
+        typed = f"stops={json.dumps([*map(os.fsdecode, stops)])}"
+        stopped = in_process("generate", *arguments, typed).stdout[:-1]
+        first = min(place for stop, place in zip((long, short, later), places, strict=True) if stop in stops)
+        assert stopped == whole[:first]
+    both = in_process("generate", *arguments, f"stop={os.fsdecode(short)}", f"stops={json.dumps([os.fsdecode(later)])}")
+    assert both.stdout[:-1] == whole[: min(places[1:])]
+    assert in_process("generate", *arguments, "stop=[]", "stops=[]").stdout[:-1] == whole.split(b"[]")[0]
+
+
+def test_samples_side_by_side_are_those_that_stand_below_each_other(trained_run, monkeypatch):
+    """As wide as the terminal, wrapped, and as many abreast as there is room for."""
+    arguments = [f"checkpoint={trained_run}", "max_new_tokens=150", "top_k=3", "num_samples=4", "seed=5"]
+    Path("p.txt").write_text("one\ntwo\n")
+    prompts = ["prompt_file=p.txt", "each_line=true"]
+    texts = in_process("generate", *arguments, *prompts).stdout[:-1].split(b"\n---\n")
+    for width, abreast in ((79, 3), (200, 4), (20, 1)):
+        monkeypatch.setenv("COLUMNS", str(width))
+        shown = in_process("generate", *arguments, *prompts, "format=columns").stdout.decode()
+        cells, columns = [], []
+        for line in shown.splitlines():
+            assert len(line) <= width
+            if line.startswith("┃"):
+                columns = [len(cells) + number for number in range(line.count("┃") - 1)]
+                assert len(columns) <= abreast
+                cells += [""] * len(columns)
+                heads = line.strip("┃").split("┃")
+                if width > 60:
+                    assert [head.strip() for head in heads] == [f"sample {n % 4}, seed 5" for n in columns]
+            elif line.startswith("│"):
+                for column, part in zip(columns, line[1:-1].split("│"), strict=True):
+                    cells[column] += part
+        assert max(map(len, columns and [columns])) <= abreast and len(cells) == 8
+        assert [cell.replace(" ", "") for cell in cells] == ["".join(readable(text).split()) for text in texts]
+        assert shown.index("one") < shown.index("two")
+
+
+def test_colours_change_no_text(trained_run, monkeypatch):
+    """And where standard output is no terminal there are none, but on demand, whatever the environment says."""
+    monkeypatch.setenv("NO_COLOR", "1")
+    arguments = [f"checkpoint={trained_run}", "prompt=The ", "max_new_tokens=60", "num_samples=2", "stop=q"]
+    plain = in_process("generate", *arguments).stdout
+    assert in_process("generate", *arguments, "color=true").stdout == plain
+    coloured = in_process("generate", *arguments, "color=always").stdout
+    assert coloured.count(b"\x1b[") > 60 and re.sub(rb"\x1b\[[0-9;]*m", b"", coloured) == plain
+    table = in_process("generate", *arguments, "color=always", "format=columns").stdout
+    assert table.count(b"\x1b[30;48;5;") > 60
+    plain = in_process("generate", *arguments, "format=columns").stdout
+    assert re.sub(rb"\x1b\[[0-9;]*m", b"", table) == plain
 
 
 def test_evaluate_and_generate_write_into_no_other_place(trained_run):

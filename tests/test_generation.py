@@ -73,7 +73,7 @@ def one_by_one(texts, tokens):
     """log p after the prompts and after each further token of each text."""
     found = [texts.log_probs]
     for column in tokens.unbind(1):
-        texts.extend(column.tolist())
+        texts.extend(column[:, None].tolist())
         found.append(texts.log_probs)
     return torch.stack(found, dim=1)
 
@@ -88,6 +88,20 @@ def test_cached_generation_equals_recomputation_at_every_step(variant, prompt_le
     texts = Reader(model, context=CONTEXT).begin([text[:prompt_len]])
     found = one_by_one(texts, text[None, prompt_len:])
     torch.testing.assert_close(found[0], by_hidden_states(model, text, further), rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("variant", MODELS)
+def test_further_tokens_read_at_once_are_read_as_one_by_one(variant):
+    """Once and again, more than there is room for at a time and more than the window."""
+    reader = Reader(tiny_model(*MODELS[variant]), context=CONTEXT)
+    text = prompt_of(3 + 2 + 13 + 1 + 9)
+    texts = reader.begin([text[:3]], room=4)
+    one = one_by_one(reader.begin([text[:3]]), text[None, 3:])[0]
+    place = 0
+    for length in (2, 13, 1, 9):
+        texts.extend([text[3 + place : 3 + place + length].tolist()])
+        place += length
+        torch.testing.assert_close(texts.log_probs[0], one[place], rtol=0, atol=1e-11)
 
 
 @pytest.mark.parametrize("length", [5, 10, 1000])
@@ -147,7 +161,7 @@ def test_one_token_costs_one_token():
             module.register_forward_pre_hook(lambda _, given: rows.append(given[0].shape[:-1].numel()))
     with profile(activities=[ProfilerActivity.CPU]) as recorded:
         for token in range(4):
-            texts.extend([token])
+            texts.extend([[token]])
     assert rows == [1] * (4 * 2 * 5)  # q, k and v, output, two of the feed-forward network: nothing for the distances
     assert [kept.data_ptr() for kept in texts.cache.keys_values] == buffers
     assert not [event for event in recorded.events() if event.name in ("aten::cat", "aten::roll")]
@@ -227,7 +241,7 @@ def test_where_memory_is_reset_a_new_document_forgets_the_old_one(overrides, con
     torch.testing.assert_close(several.log_probs[1:], alone.log_probs.expand(2, -1))
     for token in b"e end":
         for texts in (several, alone):
-            texts.extend([token] * len(texts.log_probs))
+            texts.extend([[token]] * len(texts.log_probs))
         torch.testing.assert_close(several.log_probs[1:], alone.log_probs.expand(2, -1))
     plain = Reader(model, context=context).begin([text])
     if not overrides or context > 3:

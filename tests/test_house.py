@@ -16,6 +16,8 @@ ORDER = [
     ["txl.training"],
     ["txl.runs", "txl.resuming", "txl.report", "txl.figures", "txl.sweep"],
     ["txl.instruments"],
+    ["txl.printing"],
+    ["txl.scoring", "txl.conversation"],
 ]
 
 

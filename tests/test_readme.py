@@ -1,5 +1,6 @@
 """README is held to its word: its commands run, its paths and keys exist."""
 
+import io
 import re
 import shlex
 import shutil
@@ -36,8 +37,9 @@ def test_the_readme_has_commands_and_each_is_of_a_known_kind():
 
 
 @pytest.mark.parametrize("command", PROGRAMS)
-def test_readme_commands_run(command, trained_run, tmp_path):
+def test_readme_commands_run(command, trained_run, tmp_path, monkeypatch):
     """Each as it stands, on a small model: sizes are cut by overrides, RUN is a run's folder."""
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"To be\n/quit\n")))
     run = tmp_path / "RUN"
     shutil.copytree(trained_run, run)
     Path("more").mkdir()

@@ -1,9 +1,11 @@
 """How tokens are drawn, and where their text ends."""
 
 import math
+import re
 
 import pytest
 import torch
+from conftest import tiny_model
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -61,18 +63,28 @@ def test_top_k_below_one_is_refused(top_k):
         Sampling(top_k=top_k)
 
 
-@given(st.lists(st.binary(max_size=4)), st.binary(max_size=4))
-def test_until_ends_before_the_stop_text(pieces, stop):
-    whole, until = b"".join(pieces), Until(stop or None)
-    expected = whole.split(stop)[0] if stop and stop in whole else whole
+SCRAPS = st.text("ab.", max_size=4).map(str.encode)  # few letters, so that stop texts overlap
+
+
+@given(st.lists(SCRAPS), st.lists(SCRAPS.filter(len), max_size=3))
+def test_until_ends_before_the_first_stop_text_to_begin(pieces, stops):
+    """However the text is cut into pieces; stop texts that overlap, or hold one another, too."""
+    whole, until = b"".join(pieces), Until(stops)
+    expected = re.split(b"|".join(map(re.escape, stops)), whole)[0] if stops else whole
     fed = b"".join(map(until.feed, pieces))
-    assert until.ended == bool(stop and stop in whole)
-    assert fed + until.finish() == expected
+    assert expected.startswith(fed) and fed + until.finish() == expected
+    assert until.feed(b"more") == b"" == until.finish()
 
 
 def test_until_holds_back_no_more_than_it_must():
-    until = Until(b"bx")
+    until = Until([b"bx"])
     assert [until.feed(piece) for piece in (b"a", b"b", b"c", b"d")] == [b"a", b"", b"bc", b"d"]
+    until = Until([b"abcd", b"bc"])
+    assert [until.feed(piece) for piece in (b"xa", b"b", b"c", b"d")] == [b"x", b"", b"", b""] and until.ended
+    until = Until([b"abcd", b"bc"])
+    assert until.feed(b"xabc") == b"x" and until.finish() == b"a"
+    until = Until([b"abcd", b"bc"])
+    assert [until.feed(piece) for piece in (b"xab", b"cy")] == [b"x", b"a"] and until.ended
 
 
 def test_pieces_of_several_texts_end_one_by_one():
@@ -86,14 +98,15 @@ def test_pieces_of_several_texts_end_one_by_one():
         def log_probs(self):
             return torch.nn.functional.one_hot(self.rows[:, self.place], 128).double().log()
 
-        def extend(self, tokens):
-            assert tokens == self.rows[:, self.place].tolist()
+        def extend(self, rows):
+            assert rows == self.rows[:, self.place, None].tolist()
             self.place += 1
 
     def texts_of(*rows, stop, tokens=6):
         texts, found, ended = Fixed([list(row) for row in rows]), [b""] * len(rows), []
-        made = pieces(texts, Sampling(max_new_tokens=tokens), [sample_seed(0, 0)] * len(rows), decode=bytes, stop=stop)
-        for row, piece in made:
+        seeds, stops = [sample_seed(0, 0)] * len(rows), [stop] if stop else []
+        made = pieces(texts, Sampling(max_new_tokens=tokens), seeds, decode=bytes, stops=stops)
+        for row, piece, _ in made:
             found[row] += piece or b""
             ended += [row] * (piece is None)
         return found, ended, texts.place
@@ -102,3 +115,20 @@ def test_pieces_of_several_texts_end_one_by_one():
     assert texts_of(b"aXbcde", b"abXcde", stop=b"X") == ([b"a", b"ab"], [0, 1], 2)
     assert texts_of(b"abcdef", b"abcdeX", stop=b"XY") == ([b"abcdef", b"abcdeX"], [0, 1], 5)
     assert texts_of(b"abcdef", stop=None, tokens=3) == ([b"abc"], [0], 2)
+
+
+def test_each_byte_has_the_nll_of_its_token():
+    """The model's own, whatever the temperature; also where text was held back, as it may have begun a stop text."""
+    texts = generation.Reader(tiny_model(), context=8).begin([torch.tensor([1])])
+    spelled, drawn = {}, []
+
+    def decode(tokens):
+        drawn.append(-float(texts.log_probs[0, tokens[0]]))
+        spelled[tokens[0]] = b"ab" * (1 + len(spelled) % 2)
+        return spelled[tokens[0]]
+
+    made = list(pieces(texts, Sampling(max_new_tokens=9), [sample_seed(0, 0)], decode=decode, stops=[b"abx", b"bax"]))
+    text = b"".join(piece for _, piece, _ in made if piece is not None)
+    losses = [loss for _, piece, part in made for loss in part]
+    assert all(len(part) == len(piece or b"") for _, piece, part in made) and len(losses) == len(text) > 18
+    assert sorted(set(losses)) == sorted(set(drawn)) and losses[0] == losses[1] == drawn[0] and losses[-1] == drawn[-1]

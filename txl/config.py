@@ -115,7 +115,7 @@ def literal(key: str, text: str) -> str:
 
 
 def quoted(arguments: list[str]) -> list[str]:
-    """The command line with the values of `prompt=` and `stop=` quoted for Hydra, so that they are taken literally."""
+    """The command line with the values of `prompt=`, `stop=` and `stops=` quoted for Hydra, so that they are taken literally."""
     split = [argument.partition("=") for argument in arguments]
     return [
         literal(key, value) if equals and key in LITERAL_KEYS else argument

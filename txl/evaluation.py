@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -97,6 +98,29 @@ def losses(
             hidden = reader.read(segment.tokens, starts=starts, stair=stair)
             nll = model.softmax.nll(hidden, segment.targets)
         yield segment, nll
+
+
+def token_nll(
+    model: TransformerXL,
+    split: Split,
+    nll: np.ndarray,
+    *,
+    tgt_len: int,
+    batch_size: int,
+    precision: str,
+    max_segments: int | None = None,
+) -> Iterator[float]:
+    """Reads the split as `evaluate` does and writes the nll of token p + 1 (nats) to nll[p]; yields the share done.
+
+    What is not read stays what it was: not-a-number, say.
+    """
+    read = plan(model, len(nll), tgt_len=tgt_len, batch_size=batch_size, max_segments=max_segments)
+    wanted, done = sum(lane.end - lane.first for lane in read.lanes), 0
+    for segment, values in losses(model, split, read, stair=stair_of(model, tgt_len), precision=precision):
+        scored = segment.scored
+        nll[segment.places[scored].numpy()] = values.cpu()[scored].to(torch.float64).numpy()
+        done += int(scored.sum())
+        yield done / wanted
 
 
 def total_nll(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from txl.data.encoding import Encoder
 from txl.data.text import Piece
-from txl.data.vocab import Words
+from txl.data.vocab import Vocabulary, Words
 from txl.model import TransformerXL
 from txl.reading import Cache, Segments, cache_bytes, reach_of, stair_of
 from txl.runtime import autocast, threads, to_device
@@ -89,15 +89,18 @@ class Reader:
         self.device = next(model.parameters()).device
 
     def begin(
-        self, prompts: Sequence[Int[Tensor, "_"]], copies: Sequence[int] | None = None
+        self, prompts: Sequence[Int[Tensor, "_"]], copies: Sequence[int] | None = None, *, room: int = 1
     ) -> "Texts | RecentTexts | SegmentTexts":
-        """Reads prompts of one token or more, of any lengths; each is then continued once, or `copies` times, side by side."""
+        """Reads prompts of one token or more, of any lengths; each is then continued once, or `copies` times, side by side.
+
+        `room`: how many further tokens of each are read at a time; for more of them it only takes longer.
+        """
         copies = [1] * len(prompts) if copies is None else copies
         if not self.model.keys_last:
             return SegmentTexts(self, repeated(prompts, copies))
         if self.model.memory.mem_len is None:
             return RecentTexts(self, repeated(prompts, copies))
-        return Texts(self, prompts, copies)
+        return Texts(self, prompts, copies, room=room)
 
     @torch.inference_mode()
     def read_segment(
@@ -153,30 +156,33 @@ class Borders:
 class Texts:
     """Texts that are continued side by side, each as if it were alone; `log_probs` are those of their next tokens."""
 
-    def __init__(self, reader: Reader, prompts: Sequence[Int[Tensor, "_"]], copies: Sequence[int]):
-        self.reader, self.borders = reader, Borders(reader.documents, len(prompts))
+    def __init__(self, reader: Reader, prompts: Sequence[Int[Tensor, "_"]], copies: Sequence[int], *, room: int):
+        self.reader, self.borders, self.room = reader, Borders(reader.documents, len(prompts)), room
         caches, log_probs = zip(*(self._alone(*row) for row in enumerate(prompts)), strict=True)
         self.borders.ends = repeated(self.borders.ends, copies)
         self.log_probs = torch.cat(repeated(log_probs, copies))
-        self.cache = Cache.join(caches, copies)
+        self.cache = Cache.join(caches, copies, room=room)
 
     def _alone(self, row: int, prompt: Int[Tensor, "_"]) -> tuple[Cache, Float[Tensor, "1 v"]]:
         """A prompt as it is read without the others, in long segments."""
         reader, context = self.reader, self.reader.context
         length = -(-PROMPT_AT_ONCE // context) * context
-        cache = Cache(reader.model, reach=reach_of(reader.model), room=min(length, len(prompt)))
+        cache = Cache(reader.model, reach=reach_of(reader.model), room=max(self.room, min(length, len(prompt))))
         starts = None if reader.documents is None else torch.tensor([self.borders.mark(row, prompt.tolist())])
         for segment in (slice(place, place + length) for place in range(0, len(prompt), length)):
             marks = None if starts is None else starts[:, segment]
             log_probs = reader.predict(cache, prompt[None, segment], marks, stair=stair_of(reader.model, context))
         return cache, log_probs
 
-    def extend(self, tokens: Sequence[int]) -> None:
-        """Reads one more token of each text."""
-        starts = None
+    def extend(self, rows: Sequence[Sequence[int]]) -> None:
+        """Reads further tokens of each text, as many of each."""
+        tokens, starts = torch.tensor(rows), None
         if self.reader.documents is not None:
-            starts = torch.tensor([self.borders.mark(row, [token]) for row, token in enumerate(tokens)])
-        self.log_probs = self.reader.predict(self.cache, torch.tensor(tokens)[:, None], starts, stair=1)
+            starts = torch.tensor([self.borders.mark(row, further) for row, further in enumerate(rows)])
+        for place in range(0, tokens.shape[1], self.room):
+            part = slice(place, place + self.room)
+            marks = None if starts is None else starts[:, part]
+            self.log_probs = self.reader.predict(self.cache, tokens[:, part], marks, stair=1)
 
 
 class RecentTexts:
@@ -190,7 +196,7 @@ class RecentTexts:
         self.marks = [self._mark(row, prompt) for row, prompt in enumerate(self.recent)]
         self._read_again()
 
-    def _mark(self, row: int, tokens: list[int]) -> list[bool]:
+    def _mark(self, row: int, tokens: Sequence[int]) -> list[bool]:
         if self.reader.documents is None:
             return [False] * len(tokens)
         return self.borders.mark(row, tokens)
@@ -205,16 +211,17 @@ class RecentTexts:
         self.cache.clear()
         self.log_probs = self.reader.predict(self.cache, tokens, torch.tensor(starts), stair=1)
 
-    def extend(self, tokens: Sequence[int]) -> None:
-        """Reads one more token of each text."""
-        for row, token in enumerate(tokens):
-            self.recent[row].append(token)
-            self.marks[row] += self._mark(row, [token])
-        if self.cache.stop == self.reader.context:
+    def extend(self, rows: Sequence[Sequence[int]]) -> None:
+        """Reads further tokens of each text, as many of each."""
+        for row, further in enumerate(rows):
+            self.recent[row] += further
+            self.marks[row] += self._mark(row, further)
+        n_token = len(rows[0])
+        if self.cache.stop + n_token > self.reader.context:
             self._read_again()
             return
-        starts = torch.tensor([row[-1:] for row in self.marks])
-        self.log_probs = self.reader.predict(self.cache, torch.tensor(tokens)[:, None], starts, stair=1)
+        starts = torch.tensor([row[-n_token:] for row in self.marks])
+        self.log_probs = self.reader.predict(self.cache, torch.tensor(rows), starts, stair=1)
 
 
 class SegmentTexts:
@@ -248,9 +255,9 @@ class SegmentTexts:
             if not recent:
                 return log_probs
 
-    def extend(self, tokens: Sequence[int]) -> None:
-        """Reads one more token of each text."""
-        self.log_probs = torch.cat([self._read(row, [token]) for row, token in enumerate(tokens)])
+    def extend(self, rows: Sequence[Sequence[int]]) -> None:
+        """Reads further tokens of each text, as many of each."""
+        self.log_probs = torch.cat([self._read(row, further) for row, further in enumerate(rows)])
 
 
 def borders_for(encoder: Encoder, resets: bool) -> Encoder | None:
@@ -271,16 +278,21 @@ def encode_prompt(encoder: Encoder, prompt: bytes) -> Int[Tensor, "1 _"]:
     Raises ValueError for characters that the vocabulary lacks, and for words where it has none for the unknown; else it
     warns of them.
     """
-    prompt, vocab = prompt or b"\n", encoder.vocab
+    prompt = prompt or b"\n"
+    check_known(encoder.vocab, prompt)
+    tokens = encoder(Piece(prompt, begins=True, closes=False)).tokens.astype("int64")
+    if not len(tokens):
+        raise ValueError("prompt: holds nothing that the checkpoint's vocabulary knows")
+    return torch.from_numpy(tokens)[None]
+
+
+def check_known(vocab: Vocabulary, prompt: bytes) -> None:
+    """Raises ValueError for what the vocabulary lacks, or warns where it has a word for all that."""
     if unknown := vocab.unknown(prompt):
         names = ", ".join(map(repr, unknown[:5])) + (" and more" if len(unknown) > 5 else "")
         if not isinstance(vocab, Words) or not vocab.takes_unknown:
             raise ValueError(f"prompt: the checkpoint's vocabulary lacks {names}")
         print(f"warning: prompt: the checkpoint's vocabulary lacks {names}", file=sys.stderr)
-    tokens = encoder(Piece(prompt, begins=True, closes=False)).tokens.astype("int64")
-    if not len(tokens):
-        raise ValueError("prompt: holds nothing that the checkpoint's vocabulary knows")
-    return torch.from_numpy(tokens)[None]
 
 
 def generate(
@@ -292,7 +304,7 @@ def generate(
         tokens = [sampling.draw(row, generator) for row, generator in zip(log_probs, generators, strict=True)]
         yield tokens
         if remaining > 1:
-            texts.extend(tokens)
+            texts.extend([[token] for token in tokens])
 
 
 def pieces(
@@ -301,22 +313,36 @@ def pieces(
     generators: Sequence[torch.Generator],
     *,
     decode: Callable[[list[int]], bytes],
-    stop: bytes | None = None,
-) -> Iterator[tuple[int, bytes | None]]:
-    """What `generate` makes as text: the number of a row and its next piece, or None where it has ended, before `stop`."""
-    untils = [Until(stop) for _ in generators]
+    stops: Sequence[bytes] = (),
+    interrupted: Callable[[], bool] = lambda: False,
+) -> Iterator[tuple[int, bytes | None, list[float]]]:
+    """What `generate` makes as text: the number of a row, its next piece, and the nll of the token that each byte comes from.
+
+    None in place of a piece is the end of a text, before the first of `stops` to begin in it. Each token is decoded once.
+    The nll (nats) is the model's own, whatever the temperature. All texts end once they are `interrupted`.
+    """
+    untils, losses = [Until(stops) for _ in generators], [[] for _ in generators]
+
+    def passed(row: int, piece: bytes) -> tuple[int, bytes, list[float]]:
+        own = losses[row][: len(piece)]
+        del losses[row][: len(piece)]
+        return row, piece, own
+
     for tokens in generate(texts, sampling, generators):
+        log_probs = texts.log_probs[list(range(len(tokens))), tokens].tolist()
         for row, (until, token) in enumerate(zip(untils, tokens, strict=True)):
             if not until.ended:
-                yield row, until.feed(decode([token]))
+                piece = decode([token])
+                losses[row] += [-log_probs[row]] * len(piece)
+                yield passed(row, until.feed(piece))
                 if until.ended:
-                    yield row, None
-        if all(until.ended for until in untils):
-            return
+                    yield row, None, []
+        if interrupted() or all(until.ended for until in untils):
+            break
     for row, until in enumerate(untils):
         if not until.ended:
-            yield row, until.finish()
-            yield row, None
+            yield passed(row, until.finish())
+            yield row, None, []
 
 
 def sample_seed(seed: int, sample: int) -> torch.Generator:
@@ -325,30 +351,38 @@ def sample_seed(seed: int, sample: int) -> torch.Generator:
 
 
 class Until:
-    """Passes pieces of text on, as early as they cannot belong to `stop`, and ends before it."""
+    """Passes pieces of text on, as early as they cannot belong to a stop text, and ends before the first to begin."""
 
-    def __init__(self, stop: bytes | None):
-        self.stop, self.held, self.ended = stop, b"", False
+    def __init__(self, stops: Sequence[bytes]):
+        self.stops, self.held, self.ended = stops, b"", False
+        self.longest = max(map(len, stops), default=1)
 
     def feed(self, piece: bytes) -> bytes:
         """What can be passed on after one more piece."""
         if self.ended:
             return b""
-        text, stop = self.held + piece, self.stop
-        if not stop:
-            return text
-        place = text.find(stop)
-        if place >= 0:
+        text = self.held + piece
+        found, begun = self._found(text), self._begun(text)
+        if found is not None and found <= begun:  # none that is still incomplete begins before it
             self.ended, self.held = True, b""
-            return text[:place]
-        keep = next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
-        self.held = text[len(text) - keep :]
-        return text[: len(text) - keep]
+            return text[:found]
+        self.held = text[begun:]
+        return text[:begun]
 
     def finish(self) -> bytes:
         """What was held back, when no more text comes."""
-        rest, self.held, self.ended = self.held, b"", True
+        rest = self.held[: self._found(self.held)]
+        self.held, self.ended = b"", True
         return rest
+
+    def _found(self, text: bytes) -> int | None:
+        """Where the first whole stop text begins."""
+        return min((place for stop in self.stops if (place := text.find(stop)) >= 0), default=None)
+
+    def _begun(self, text: bytes) -> int:
+        """Where the end of the text may be the beginning of a stop text."""
+        places = range(max(0, len(text) - self.longest + 1), len(text))
+        return next((place for place in places if any(stop.startswith(text[place:]) for stop in self.stops)), len(text))
 
 
 def rows_at_once(model: TransformerXL, context: int) -> int:

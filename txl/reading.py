@@ -89,10 +89,13 @@ class Cache:
         self.documents, self.borders = None, False
 
     @classmethod
-    def join(cls, caches: Sequence["Cache"], copies: Sequence[int]) -> "Cache":
-        """The texts of all caches side by side, each so many times. Where they differ in length, none sees what it lacks."""
+    def join(cls, caches: Sequence["Cache"], copies: Sequence[int], *, room: int = 1) -> "Cache":
+        """The texts of all caches, none with less room, side by side, each so many times.
+
+        Where they differ in length, none sees what it lacks.
+        """
         longest = max(cache.length for cache in caches)
-        joined = cls(caches[0].model, reach=caches[0].reach, room=1)
+        joined = cls(caches[0].model, reach=caches[0].reach, room=room)
         joined.r, joined.stop = caches[0].r, longest
         joined.padded = longest - min(cache.length for cache in caches)
         joined.borders = any(cache.borders for cache in caches)
@@ -190,13 +193,19 @@ class Segments:
         return torch.cat(states, dim=1)
 
     def _segment(self, tokens: Int[Tensor, "b i"], starts: Bool[Tensor, "b i"] | None) -> Float[Tensor, "b i m"]:
+        return self.states(tokens, starts=starts)[-1]
+
+    def states(
+        self, tokens: Int[Tensor, "b i"], *, starts: Bool[Tensor, "b i"] | None = None
+    ) -> list[Float[Tensor, "b i m"]]:
+        """Reads a segment of at most tgt_len tokens and returns what enters each layer, and what leaves the last."""
         n_token, lacking = tokens.shape[1], self.tgt_len - tokens.shape[1]
         if lacking and not self.model.position.by_distance:
             tokens = torch.nn.functional.pad(tokens, (0, lacking))
             starts = None if starts is None else torch.nn.functional.pad(starts, (0, lacking))
-        hidden, *kept = self.model.states(tokens, self.mems, starts=starts)
-        self.mems = self.model.memory.keep(*kept)
-        return hidden[:, :n_token]
+        hidden, memories, inputs, documents = self.model.states(tokens, self.mems, starts=starts)
+        self.mems = self.model.memory.keep(memories, inputs, documents)
+        return [state[:, :n_token] for state in (*inputs, hidden)]
 
 
 def reader_of(model: TransformerXL, *, reach: int, room: int, tgt_len: int) -> Cache | Segments:

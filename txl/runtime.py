@@ -135,6 +135,15 @@ def write_whole(path: Path, write: Callable[[BinaryIO], None]) -> None:
     sync_folder(path.parent)
 
 
+def put(written: Path, path: Path) -> None:
+    """Gives a file on the same disk the name that it was written for: with the rights of any new file, synced, renamed."""
+    with open(written, "rb+") as file:
+        os.fchmod(file.fileno(), 0o666 & ~_umask())
+        os.fsync(file.fileno())
+    os.replace(written, path)
+    sync_folder(path.parent)
+
+
 @contextlib.contextmanager
 def naming(what: str) -> Iterator[None]:
     """Inside, a file that cannot be written is a ValueError that begins with `what`: the key, and the file."""

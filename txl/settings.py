@@ -1,6 +1,8 @@
 """The keys of the configurations that stand for no object: names, types and limits. `config.check` makes one of each to see
 whether the values are allowed. No torch is needed here."""
 
+import json
+import os
 import re
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -178,9 +180,13 @@ class Generate:
     top_k: int | None
     top_p: float | int | None
     stop: str | None
+    stops: str | list[str] | None
     num_samples: int
     seed: int
-    format: Literal["text", "jsonl"]
+    format: Literal["text", "columns", "jsonl"]
+    color: bool | Literal["always"]
+    interactive: bool
+    score: bool
     device: str
     precision: Precision | Trained
 
@@ -189,3 +195,32 @@ class Generate:
         _at_least(self, 0, "seed", "max_new_tokens")
         if self.prompt is not None and self.prompt_file is not None:
             raise ValueError("prompt_file: give prompt or prompt_file, not both")
+        if self.interactive and self.score:
+            raise ValueError("score: must be false with interactive=true")
+        if self.interactive and self.prompt == "-":
+            raise ValueError("prompt: interactive=true reads standard input by itself; leave `-` out")
+        if self.score and self.prompt is None and self.prompt_file is None:
+            raise ValueError("prompt: score=true needs a text; give prompt or prompt_file")
+        for mode in ("interactive", "score"):
+            alone = {"num_samples": 1, **({"each_line": False} if self.interactive else {})}
+            for key, value in alone.items():
+                if getattr(self, mode) and getattr(self, key) != value:
+                    raise ValueError(f"{key}: must be {str(value).lower()} with {mode}=true")
+        if (self.interactive and self.format != "text") or (self.score and self.format == "columns"):
+            words = "text with interactive=true" if self.interactive else "text or jsonl with score=true"
+            raise ValueError(f"format: must be {words}, got {self.format}")
+        if self.format == "jsonl" and self.color:
+            raise ValueError("color: must be false with format=jsonl, which is for programs")
+        self.stop_texts()
+
+    def stop_texts(self) -> list[bytes]:
+        """The texts of `stop` and `stops`. Raises ValueError for `stops` that are no list of texts."""
+        stops = self.stops or []
+        try:
+            stops = json.loads(stops) if isinstance(stops, str) else stops
+            if not isinstance(stops, list) or not all(isinstance(text, str) and text for text in stops):
+                raise ValueError
+            return [os.fsencode(text) for text in ([self.stop] if self.stop else []) + stops]
+        except (ValueError, RecursionError):
+            words = """a JSON list of texts, for a shell in single quotes: stops='[".", "\\n\\n"]'"""
+            raise ValueError(f"stops: must be {words}; got {self.stops}") from None

@@ -9,7 +9,7 @@ from dataclasses import is_dataclass
 from typing import Any, Literal, Union
 
 DIRECTIVES = {"_target_", "_partial_"}
-LITERAL_KEYS = ("prompt", "stop")  # of generate.py: any text is a value there, `???` too
+LITERAL_KEYS = ("prompt", "stop", "stops")  # of generate.py: any text is a value there, `???` too
 FILLED_IN = "cache_dir"  # a parameter of every corpus that the program gives
 
 

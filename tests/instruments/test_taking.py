@@ -15,6 +15,7 @@ MEASURES = {
     "tokens": [],
     "dynamic": ["measure.rule=sgd", "measure.max_segments=2"],
     "attention": ["measure.length=40"],
+    "hidden": ["measure.max_tokens=40"],
     "page": ["measure.length=20"],
     "sliding": ["measure.lengths=[8]", "measure.tokens=2", "measure.repeats=1"],
     "context": ["measure.mem_lens=[8]", "measure.max_segments=2"],
@@ -34,6 +35,7 @@ CHINESE = "".join(chr(0x4E00 + 7 * n % 999) for n in range(300)) + "\n"
         ("o.npz", [["measure=attention"]]),
         ("o.html", [["measure=page"]]),
         ("o.parquet", [["measure=tokens"]]),
+        ("o.safetensors", [["measure=hidden"]]),
     ],
 )
 def test_no_file_of_a_run_and_no_picture_is_written_over(name, measures, trained_run, tmp_path):

@@ -50,7 +50,6 @@ class Subject:
         def setting(key: str, of_run: Any) -> Any:
             return of_run if asked[key] == TRAINED else asked[key]
 
-        trained_tgt_len = trained["tgt_len"] if trained["eval"]["tgt_len"] == TRAINED else trained["eval"]["tgt_len"]
         return cls(
             path=path,
             content=content,
@@ -58,7 +57,7 @@ class Subject:
             corpus=corpus,
             split=split,
             device=choose_device(asked["device"], ranks.local if ranks.size > 1 else None),
-            tgt_len=setting("tgt_len", trained_tgt_len),
+            tgt_len=setting("tgt_len", evaluated_tgt_len(trained)),
             batch_size=setting("batch_size", trained["eval"]["batch_size"]),
             precision=setting("precision", trained["precision"]),
             asked=asked,
@@ -94,6 +93,11 @@ class Subject:
             "clamp_len": config["position"].get("clamp_len"),
             "same_length": config["same_length"],
         }
+
+
+def evaluated_tgt_len(trained: Mapping[str, Any]) -> int:
+    """The length of a segment that a run's figures were measured with, in tokens."""
+    return trained["tgt_len"] if trained["eval"]["tgt_len"] == TRAINED else trained["eval"]["tgt_len"]
 
 
 def other_text(asked: Mapping[str, Any]) -> dict[str, Any]:

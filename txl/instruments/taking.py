@@ -9,18 +9,16 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
-import torch
 from rich.console import Console
 from rich.progress import Progress
 
-from txl.evaluation import losses, plan
+from txl import evaluation
 from txl.instruments.subject import Subject
 from txl.model import TransformerXL
-from txl.reading import stair_of
 from txl.runtime import naming, write_json, write_whole
 from txl.signals import Stopped
 
-ENDINGS = (".png", ".npz", ".html", ".parquet", ".jsonl")  # of what stands beside the JSON
+ENDINGS = (".png", ".npz", ".html", ".parquet", ".jsonl", ".safetensors")  # of what stands beside the JSON
 EVERY = 10.0  # seconds between two lines of progress where there is no terminal
 
 
@@ -121,15 +119,6 @@ def picture(path: Path, rows: int = 1, columns: int = 1, *, size: tuple[float, f
 def token_nll(
     model: TransformerXL, subject: Subject, nll: np.ndarray, *, max_segments: int | None = None
 ) -> Iterator[float]:
-    """Reads the split as `evaluate.py` does and writes the nll of token p + 1 (nats) to nll[p]; yields the share done.
-
-    What is not read stays what it was: not-a-number, say.
-    """
-    read = plan(model, len(nll), tgt_len=subject.tgt_len, batch_size=subject.batch_size, max_segments=max_segments)
-    wanted, done = sum(lane.end - lane.first for lane in read.lanes), 0
-    stair = stair_of(model, subject.tgt_len)
-    for segment, values in losses(model, subject.split, read, stair=stair, precision=subject.precision):
-        scored = segment.scored
-        nll[segment.places[scored].numpy()] = values.cpu()[scored].to(torch.float64).numpy()
-        done += int(scored.sum())
-        yield done / wanted
+    """`evaluation.token_nll` of what is measured, read as asked."""
+    reading = dict(tgt_len=subject.tgt_len, batch_size=subject.batch_size, precision=subject.precision)
+    return evaluation.token_nll(model, subject.split, nll, **reading, max_segments=max_segments)
