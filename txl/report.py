@@ -126,12 +126,10 @@ def show(rows: list[dict[str, Any]], failed: Mapping[str, str] | None = None) ->
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
     """A picture of a leaderboard: test bits per byte by row, a ring for each seed and the mean of several as a dot."""
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axis = pyplot.subplots(figsize=(10, 1.2 + 0.4 * len(rows)), layout="constrained")
+    figure = Figure(figsize=(10, 1.2 + 0.4 * len(rows)), layout="constrained")
+    axis = figure.subplots()
     for place, row in enumerate(rows):
         each, mean = row["test"]["each"], row["test"]["bits_per_byte"]
         if mean is None:
@@ -146,10 +144,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     axis.set_xlabel("test bits per byte (lower is better; best valid figure first)")
     axis.grid(axis="x", alpha=0.3)
     kind = path.suffix.removeprefix(".") or "png"
-    try:
-        write_whole(path, lambda file: figure.savefig(file, dpi=100, format=kind))
-    finally:
-        pyplot.close(figure)
+    write_whole(path, lambda file: figure.savefig(file, dpi=100, format=kind))
 
 
 def write_csv(rows: list[dict[str, Any]], path: Path) -> None:
