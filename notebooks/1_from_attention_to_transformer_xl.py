@@ -132,7 +132,7 @@ assert_close(mine, heads(text, text, text, causal_mask(7)))
 
 # %%
 embedding = ScaledEmbedding(n_token=n_token, d_model=d_model)
-tokens = torch.randint(n_token, (1, 24))
+tokens = torch.randint(n_token, (1, 32))
 assert_close(embedding.weight[tokens] * d_model**0.5, embedding(tokens))
 
 # %% [markdown]
@@ -169,14 +169,14 @@ assert_close(rows + sinusoids(torch.arange(24.0), d_model), SinusoidalPositions(
 # $R_x \cdot R_y = \sum_k \cos((x - y)\,\omega_k)$. Part 4 makes use of that.
 
 # %%
-waves = sinusoids(torch.arange(100.0), 64)
+waves = sinusoids(torch.arange(80.0), 32)
 products = waves @ waves.T
-for x in (20, 50, 70):
+for x in (20, 50, 69):
     assert_close(products[x, x + 10], products[0, 10], rtol=1e-4, atol=1e-4)
 
 figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3), layout="constrained")
 image = left.imshow(waves.T, aspect="auto", cmap="RdBu", vmin=-1, vmax=1)
-left.set(title="sinusoids of 100 places, width 64", xlabel="place", ylabel="sines, then cosines")
+left.set(title="sinusoids of 80 places, width 32", xlabel="place", ylabel="sines, then cosines")
 figure.colorbar(image, ax=left)
 for place in (0, 30, 60):
     right.plot(products[place], label=f"place {place}")
@@ -258,13 +258,13 @@ def influence(model, tokens, segment_len):
 
 
 without_memory = make_model(NoMemory())
-whole = influence(without_memory, tokens, 24)
+whole = influence(without_memory, tokens, 32)
 fragments = influence(without_memory, tokens, 8)
 
 
 def draw_influence(axis, changes, title):
     axis.imshow((changes > 1e-5).float(), cmap="Blues", vmin=0, vmax=1.5)
-    for border in (7.5, 15.5):
+    for border in (7.5, 15.5, 23.5):
         axis.axhline(border, color="gray", linewidth=0.7)
         axis.axvline(border, color="gray", linewidth=0.7)
     axis.set(title=title, xlabel="token that is changed", ylabel="prediction that changes")
@@ -272,7 +272,7 @@ def draw_influence(axis, changes, title):
 
 figure, axes = plt.subplots(1, 2, figsize=(8, 4), layout="constrained")
 draw_influence(axes[0], whole, "the text read whole")
-draw_influence(axes[1], fragments, "three segments, no memory")
+draw_influence(axes[1], fragments, "four segments, no memory")
 plt.show()
 
 # %% [markdown]
@@ -350,24 +350,24 @@ plt.show()
 # with a memory: up to `n_layer * mem_len` tokens (the paper's figure 2).
 
 # %%
-short_memory = make_model(SegmentMemory(mem_len=4))
-carried = {4: influence(short_memory, tokens, 8), 8: influence(with_memory, tokens, 8)}
-figure, axes = plt.subplots(1, 3, figsize=(11, 3.8), layout="constrained")
-draw_influence(axes[0], fragments, "three segments, no memory")
-for axis, (length, changes) in zip(axes[1:], carried.items(), strict=True):
-    draw_influence(axis, changes, f"the same with mem_len={length}, 2 layers")
-    reach = 16 - min((changes[16] > 1e-5).nonzero())  # of the last segment's first token
-    assert reach == 2 * length
+carried = influence(with_memory, tokens, 8)
+figure, axes = plt.subplots(1, 2, figsize=(8, 4), layout="constrained")
+draw_influence(axes[0], fragments, "four segments, no memory")
+draw_influence(axes[1], carried, f"the same with mem_len={mem_len}, 2 layers")
 plt.show()
+
+reach = 24 - min((carried[24] > 1e-5).nonzero())  # of the last segment's first token
+print(f"the first token of the last segment is predicted with what stands up to {int(reach)} tokens before it")
+assert reach == len(with_memory.layers) * mem_len
 
 # %% [markdown]
 # With a memory as long as the text, nothing at all is lost: reading in segments gives the same numbers as reading whole.
 
 # %%
-long_memory = make_model(SegmentMemory(mem_len=24))
-assert_close(read(long_memory, tokens, 8), read(long_memory, tokens, 24))
-assert_close(read(long_memory, tokens, 5), read(long_memory, tokens, 24))
-difference = (read(without_memory, tokens, 8) - read(without_memory, tokens, 24)).abs().max()
+long_memory = make_model(SegmentMemory(mem_len=32))
+assert_close(read(long_memory, tokens, 8), read(long_memory, tokens, 32))
+assert_close(read(long_memory, tokens, 5), read(long_memory, tokens, 32))
+difference = (read(without_memory, tokens, 8) - read(without_memory, tokens, 32)).abs().max()
 print(f"without memory the log-probabilities differ by up to {difference:.2f} nats")
 
 # %% [markdown]
@@ -383,16 +383,16 @@ print(f"without memory the log-probabilities differ by up to {difference:.2f} na
 
 # %%
 figure, axis = plt.subplots(figsize=(7, 2.6), layout="constrained")
-place = torch.arange(24)
-axis.plot(place, place % 8, "o-", label="absolute: place in the segment, three keys share each")
-axis.plot(place, 23 - place, "o-", label="relative: distance to the last query, no two alike")
-axis.set(xlabel="key, in three segments of 8", ylabel="what its vector stands for")
+place = torch.arange(32)
+axis.plot(place, place % 8, "o-", label="absolute: place in the segment, four keys share each")
+axis.plot(place, 31 - place, "o-", label="relative: distance to the last query, no two alike")
+axis.set(xlabel="key, in four segments of 8", ylabel="what its vector stands for")
 axis.legend(fontsize="small")
 plt.show()
 
-absolute = make_model(SegmentMemory(mem_len=24), AbsolutePosition)
+absolute = make_model(SegmentMemory(mem_len=32), AbsolutePosition)
 for name, model in {"absolute": absolute, "relative": long_memory}.items():
-    difference = (read(model, tokens, 8) - read(model, tokens, 24)).abs().max()
+    difference = (read(model, tokens, 8) - read(model, tokens, 32)).abs().max()
     print(f"{name} positions: reading in segments and reading whole differ by up to {difference:.6f} nats")
 
 # %% [markdown]
@@ -476,11 +476,11 @@ plt.show()
 
 # %%
 n_query, n_key = 4, 7
-by_distance = torch.arange(n_key - 1, -2, -1).expand(n_query, -1)  # 6, 5, ..., 0, and -1: a key ahead of the query
+by_distance = torch.arange(n_key - 1.0, -2, -1).expand(n_query, -1)  # 6, 5, ..., 0, and -1: a key ahead of the query
 
 
 def shift(scores):
-    """out[i, j] = scores[i, j + I - 1 - i], without moving a number: row by row in memory, it starts at place I - 1."""
+    """out[i, j] = scores[i, j + I - 1 - i], without moving a number: row by row in memory, it begins at number I - 1."""
     n_query, n_column = scores.shape
     return scores.flatten()[n_query - 1 :][: n_query * (n_column - 1)].view(n_query, n_column - 1)
 
@@ -568,7 +568,7 @@ for segment in tokens.split(8, dim=1):
     assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
     for my_memory, their_memory in zip(my_mems, their_mems, strict=True):
         assert_close(my_memory, their_memory, rtol=1e-4, atol=1e-4)
-print("three segments, with memory: the same numbers as txl.TransformerXL")
+print("four segments, with memory: the same numbers as txl.TransformerXL")
 
 # %% [markdown]
 # What the project adds to these lines: attention by tiles, so that no matrix of all queries and keys is ever held

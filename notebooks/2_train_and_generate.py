@@ -51,7 +51,9 @@ overrides = [
     "model.memory.mem_len=96",
     "tgt_len=32",
     "batch_size=16",
-    "optimizer.lr=0.004",
+    "model.pre_norm=true",
+    "optimizer.lr=0.003",
+    "clip=1.0",
     f"steps={STEPS}",
     "log_every=25",
     "eval_every=150",
@@ -59,7 +61,7 @@ overrides = [
     "sample.max_new_tokens=200",
     *CHANGES,
 ]
-call(train.main, overrides)
+valid_nll = call(train.main, overrides)
 
 # %% [markdown]
 # The table has the figures of the best checkpoint, of the two parts of the text that it did not learn from. The sample is what
@@ -178,7 +180,7 @@ plt.show()
 # a little higher again than it was at the end. On the command line: `python train.py resume=RUN steps=...`.
 
 # %%
-call(train.main, [f"resume={run}", f"steps={STEPS + STEPS // 4}"])
+valid_nll = call(train.main, [f"resume={run}", f"steps={STEPS + STEPS // 4}"])
 
 # %%
 longer = json.loads((run / "result.json").read_text())
