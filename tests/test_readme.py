@@ -23,7 +23,7 @@ PROGRAMS = [command for command in COMMANDS if re.match(r"python (train|evaluate
 
 def test_the_readme_has_commands_and_each_is_of_a_known_kind():
     assert len(PROGRAMS) >= 15
-    known = r"make (train|test|test-slow|lint|bench)\b|python (train|evaluate|generate)\.py|git clone |cd |pip install |python -m txl.report outputs|torchrun .* train\.py"
+    known = r"make (train|test|test-slow|lint|bench|notebooks)\b|python (train|evaluate|generate)\.py|git clone |cd |pip install |python -m txl.report outputs|torchrun .* train\.py"
     for command in COMMANDS:
         assert re.match(known, command), command
 
