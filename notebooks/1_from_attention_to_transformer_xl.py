@@ -181,7 +181,7 @@ figure.colorbar(image, ax=left)
 for place in (0, 30, 60):
     right.plot(products[place], label=f"place {place}")
 right.set(title="product with the vector of every place", xlabel="other place", ylabel="product")
-right.legend()
+right.legend(loc="upper right")
 plt.show()
 
 # %% [markdown]
