@@ -1,6 +1,7 @@
 # make train: everything from nothing. Any Python 3.11 to 3.13 will do: make train PYTHON=python3.12
 # make train ARGS="model.n_layer=8 steps=2000": any override
 # make soak TRIALS=300: kills runs 300 times, and injects the other faults in proportion
+# make notebooks: executes notebooks/*.py into the .ipynb beside them
 # make bench PEER=FOLDER: beside the authors' code, of which FOLDER is the folder `pytorch`
 
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
@@ -12,7 +13,7 @@ ARGS ?=
 TRIALS ?= 100
 PEER ?=
 
-.PHONY: train test test-slow soak lint bench
+.PHONY: train test test-slow soak lint bench notebooks
 .DEFAULT_GOAL := train
 
 train: $(VENV)/.installed
@@ -29,6 +30,9 @@ soak: $(VENV)/.installed
 
 bench: $(VENV)/.installed
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m benchmarks.speed $(if $(PEER),--peer $(PEER)) $(ARGS)
+
+notebooks: $(VENV)/.installed
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m notebooks.execute $(ARGS)
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

@@ -1,4 +1,6 @@
+import json
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
+import train
 from txl import config as hydra_config
 from txl.config import build, check
 
@@ -228,3 +231,19 @@ def test_any_prompt_is_taken_literally(text):
 
 def test_only_prompt_and_stop_are_quoted():
     assert hydra_config.quoted(["seed=1", "-m", "prompt=1", "--cfg"]) == ["seed=1", "-m", "prompt='1'", "--cfg"]
+
+
+def test_an_entry_point_that_python_calls_is_what_its_command_would_be():
+    """The same folder; `resume=` knows the overrides it was begun with, where a bare `main(cfg)` has none to tell."""
+    nll = hydra_config.call(train.main, ["name=called", *TINY])
+    (run,) = Path("outputs/called").iterdir()
+    assert json.loads((run / "overrides.json").read_text()) == ["name=called", *TINY]
+    assert json.loads((run / "result.json").read_text())["valid"]["nll"] == nll
+    told = in_process("train", "name=called", *TINY)  # finds it finished
+    assert told.status == 0 and str(run) in told.stdout.decode() and "step" not in told.stderr
+    hydra_config.call(train.main, [f"resume={run}", "steps=8"])
+    assert json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["step"] == 8
+    assert hydra_config.task_overrides() is None
+    with pytest.raises(ValueError, match="steps"):
+        hydra_config.call(train.main, [f"resume={run}", "steps=1"])
+    assert hydra_config.task_overrides() is None

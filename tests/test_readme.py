@@ -31,7 +31,7 @@ PROGRAMS = [
 
 def test_the_readme_has_commands_and_each_is_of_a_known_kind():
     assert len(PROGRAMS) >= 15
-    known = r"make (train|test|test-slow|lint|bench)\b|python (train|evaluate|generate)\.py|git clone |cd |pip install |python -m txl.report outputs|wandb sweep conf/|torchrun .* train\.py"
+    known = r"make (train|test|test-slow|lint|bench|notebooks)\b|python (train|evaluate|generate)\.py|git clone |cd |pip install |python -m txl.report outputs|wandb sweep conf/|torchrun .* train\.py"
     for command in COMMANDS:
         assert re.match(known, command), command
 

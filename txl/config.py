@@ -19,7 +19,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, InstantiationException
 from hydra.types import RunMode
 from hydra.utils import instantiate
-from omegaconf import OmegaConf
+from omegaconf import OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from txl.signals import INTERRUPTED, THREAD, Stopped, StopSignals, leave
@@ -216,6 +216,23 @@ def entry_point(config_name: str) -> Callable:
                     remember(error)
                 return error
 
+        job.config_name = config_name
         return hydra.main(version_base="1.3", config_path=str(CONF), config_name=config_name)(job)
 
     return decorate
+
+
+def call(main: Callable, overrides: list[str]) -> Any:
+    """Runs an entry point from Python, a notebook say, as its command would run with these overrides; returns what it returns.
+
+    A run that is begun so lives in the same folder, and `resume=` goes on with it from either side.
+    """
+    with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
+        cfg = hydra.compose(main.config_name, overrides=quoted(overrides), return_hydra_config=True)
+        HydraConfig.instance().set_config(cfg)
+        with open_dict(cfg):
+            del cfg["hydra"]
+        try:
+            return main(cfg)
+        finally:
+            HydraConfig.instance().cfg = None

@@ -167,24 +167,18 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
 
     A row has one colour in all of them.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure  # without pyplot, whose backend belongs to whoever calls us: a notebook, say
 
     keys = swept(rows)[:PANELS]
     heights = [1.2 + 0.4 * len(rows), *[2.7] * (-(-len(keys) // 2)), 3.3]
-    figure = pyplot.figure(figsize=(11, sum(heights)), layout="constrained")
+    figure = Figure(figsize=(11, sum(heights)), layout="constrained")
     grid = figure.add_gridspec(len(heights), 2, height_ratios=heights)
     _draw_ranking(figure.add_subplot(grid[0, :]), rows)
     for place, key in enumerate(keys):
         _draw_against(figure.add_subplot(grid[1 + place // 2, place % 2]), rows, key)
     _draw_curves(figure.add_subplot(grid[-1, :]), rows)
     kind = path.suffix.removeprefix(".") or "png"
-    try:
-        write_whole(path, lambda file: figure.savefig(file, dpi=100, format=kind))
-    finally:
-        pyplot.close(figure)
+    write_whole(path, lambda file: figure.savefig(file, dpi=100, format=kind))
 
 
 def swept(rows: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -107,12 +107,10 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 def draw_curves(path: Path, rows: list[dict[str, Any]]) -> None:
     """curves.png: train and valid nll, learning rate and gradient norm against the tokens seen."""
-    import matplotlib
+    from matplotlib.figure import Figure  # without pyplot, whose backend belongs to whoever calls us: a notebook, say
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, 3, figsize=(13, 4), layout="constrained")
+    figure = Figure(figsize=(13, 4), layout="constrained")
+    axes = figure.subplots(1, 3)
     for axis, names in zip(axes, (("train/nll", "valid/nll"), ("train/lr",), ("train/grad_norm",)), strict=True):
         for name in names:
             points = [(row["tokens"], row[name]) for row in rows if name in row]
@@ -125,7 +123,6 @@ def draw_curves(path: Path, rows: list[dict[str, Any]]) -> None:
     axes[0].set_ylabel("nats per token")
     axes[0].legend() if axes[0].lines else None
     figure.savefig(path, dpi=100)
-    pyplot.close(figure)
 
 
 class NoTracker:

@@ -103,17 +103,11 @@ def shown_progress() -> Iterator[Callable[[float], None]]:
 @contextlib.contextmanager
 def picture(path: Path, rows: int = 1, columns: int = 1, *, size: tuple[float, float] = (8, 4)) -> Iterator[Any]:
     """An array of axes, [rows, columns], to draw on; saved when it is left."""
-    import matplotlib
+    from matplotlib.figure import Figure  # without pyplot, whose backend belongs to whoever calls us: a notebook, say
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False)
-    try:
-        yield axes
-        write_whole(path, lambda file: figure.savefig(file, format="png", dpi=100))
-    finally:
-        pyplot.close(figure)
+    figure = Figure(figsize=size, layout="constrained")
+    yield figure.subplots(rows, columns, squeeze=False)
+    write_whole(path, lambda file: figure.savefig(file, format="png", dpi=100))
 
 
 def token_nll(
