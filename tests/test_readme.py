@@ -91,17 +91,22 @@ def test_readme_tables_list_the_keys_of_the_program():
     assert hydra_config.CONF == ROOT / "conf"
 
 
-def test_readme_python_runs(tokens):
+def test_readme_python_runs(tokens, trained_run):
     import torch
 
     from txl.interop import to_original
 
-    (block,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    block, called = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     with torch.device("meta"):
         state_dict, flags = to_original(hydra_config.build(compose(*TINY[:5]).model, n_token=50))
     state_dict = {name: torch.zeros(tensor.shape) for name, tensor in state_dict.items()}
     names = {"tokens": tokens, "targets": tokens, "mems": None, "state_dict": state_dict, "flags": flags}
     exec(block, names)
+    shutil.copytree(trained_run, "RUN")
+    called = called.replace('"steps=300"', ", ".join(f'"{one}"' for one in TINY[1:]))
+    called = re.sub(r"checkpoint=[\w./-]+", "checkpoint=RUN", called)
+    exec(called, names)
+    assert names["nll"] > 0 and names["figure"]["split"] == "valid"
     assert names["output"].shape == tokens.shape and names["model"].softmax.weight.shape == (50, 16)
 
 
