@@ -91,7 +91,15 @@ def _model_and_config(
         raise ValueError(f"FILE: its {unfinite[0]} holds numbers that are not finite")
     fewer = f"the vocabulary has {known.vocab.n_token} tokens, the model {n_token}: the last ones stand for no text"
     config = {**plain(compose("train", of_data)), "name": name, "tgt_len": tgt_len, "model": model_config}
-    return model, config, [fewer] * (known.vocab.n_token < n_token)
+    notes = _absolute_memory(source.flags)
+    return model, config, notes + [fewer] * (known.vocab.n_token < n_token)
+
+
+def _absolute_memory(flags: Mapping[str, Any]) -> list[str]:
+    """Where figures of the two codes differ."""
+    if flags.get("attn_type") not in (2, 3) or not flags.get("mem_len"):
+        return []
+    return ["the authors' code adds positions to the memory again with each segment; here each has one: figures differ"]
 
 
 def export(run: str, out: Path) -> tuple[int, list[str]]:
@@ -109,7 +117,11 @@ def export(run: str, out: Path) -> tuple[int, list[str]]:
     state, flags = to_original(model)
     flags = {"tgt_len": content["config"]["tgt_len"], **flags}
     state |= _inverse_frequencies(flags)
-    notes = ["layers have biases of their own (untie_r), which the authors' PyTorch code lacks"] * ("untie_r" in flags)
+    notes = _absolute_memory(flags)
+    if "untie_r" in flags:
+        notes.append(
+            "each layer has its own u and v (untie_r): the authors' PyTorch code lacks that, Hugging Face's has it"
+        )
     parameters = sum(parameter.numel() for parameter in model.parameters())
     del model
     with naming(f"OUT: {out}"):

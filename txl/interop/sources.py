@@ -64,7 +64,13 @@ def read(path: Path) -> Source:
         return _pickled(path, pickles.read(path))
     except Unreadable as error:
         raise ValueError(f"FILE: {path}: {error}") from error
-    except (AttributeError, KeyError, IndexError, TypeError, RuntimeError) as error:  # values of other kinds than theirs
+    except (
+        AttributeError,
+        KeyError,
+        IndexError,
+        TypeError,
+        RuntimeError,
+    ) as error:  # values of other kinds than theirs
         raise ValueError(f"FILE: {path} is built otherwise than such models are ({error})") from error
     except OSError as error:
         raise ValueError(f"FILE: cannot read {path} ({error.strerror or error})") from error
