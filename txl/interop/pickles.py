@@ -15,7 +15,7 @@ import struct
 import zipfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -106,7 +106,7 @@ def is_a(value: Any, name: str) -> bool:
 class _Unpickler(pickle.Unpickler):
     """Calls nothing but what the tables of this file name; `storage` finds the numbers of a tensor."""
 
-    def __init__(self, file: BinaryIO, storage: Callable[[str, torch.dtype, int], Tensor | None]):
+    def __init__(self, file: io.BufferedIOBase, storage: Callable[[str, torch.dtype, int], Tensor | None]):
         super().__init__(file, encoding="utf-8", errors="surrogateescape")
         self._storage, self._classes = storage, {}
 
@@ -159,7 +159,7 @@ class _Unpickler(pickle.Unpickler):
         return storage.as_strided(size, stride, storage.storage_offset() + offset)
 
 
-def _check(file: BinaryIO) -> None:
+def _check(file: io.BufferedIOBase) -> None:
     """Reads over a pickle for what would end Python itself.
 
     A number for a value far beyond how many it has would take gigabytes, and tuples inside each other, as a dict's key, the
@@ -174,7 +174,7 @@ def _check(file: BinaryIO) -> None:
             raise Unreadable(f"it holds more than {TUPLES} tuples")
 
 
-def _load(file: BinaryIO, storage: Callable[[str, torch.dtype, int], Tensor | None]) -> Any:
+def _load(file: io.BufferedIOBase, storage: Callable[[str, torch.dtype, int], Tensor | None]) -> Any:
     start = file.tell()
     _check(file)
     file.seek(start)
@@ -223,7 +223,7 @@ class _Mapped:
         return (part.clone() if start % dtype.itemsize else part).view(dtype)
 
 
-def _read_zip(path: Path, file: BinaryIO) -> Any:
+def _read_zip(path: Path, file: io.BufferedIOBase) -> Any:
     """The format of torch.save since 1.6: a zip archive of a pickle and, as they are, the numbers of each storage."""
     mapped = _Mapped(path)
     with zipfile.ZipFile(file) as archive:
@@ -248,7 +248,7 @@ def _read_zip(path: Path, file: BinaryIO) -> Any:
     return _load(io.BytesIO(program), storage)
 
 
-def _read_legacy(path: Path, file: BinaryIO) -> Any:
+def _read_legacy(path: Path, file: io.BufferedIOBase) -> Any:
     """The format of torch.save before 1.6: pickles one after the other, then the storages, each behind its length."""
     for _ in ("magic number", "version of the format"):
         _load(file, _no_tensor)

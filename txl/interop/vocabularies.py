@@ -23,7 +23,7 @@ class Known:
     order: list[int] | None = None
 
 
-def from_symbols(symbols: Sequence[str], *, lower_case: bool = False) -> Known:
+def from_symbols(symbols: Sequence[Any], *, lower_case: bool = False) -> Known:
     """The vocabulary of a list of symbols in the order of their numbers.
 
     Words, with <eos> at each line's end or, where there is <S> in its place, <S> around each line; the bytes of the authors'
