@@ -140,8 +140,10 @@ def exported(run: Path, out: Path) -> Path:
     return out
 
 
-@pytest.mark.parametrize("ending", ["pt", "safetensors"])
-@pytest.mark.parametrize("name", ["xl_adaptive_div2", "xl_d_embed", "shaw"])
+@pytest.mark.parametrize(
+    ("name", "ending"),
+    [("xl_adaptive_div2", "pt"), ("xl_adaptive_div2", "safetensors"), ("xl_d_embed", "pt"), ("shaw", "pt")],
+)
 def test_an_export_imported_again_is_the_same_run(tmp_path, name, ending):
     run = imported(authors_file(tmp_path / "theirs", name))
     again = imported(exported(run, Path(f"back.{ending}")), Path("again"))
@@ -303,7 +305,7 @@ def test_mistakes_on_the_command_line_are_one_line(tmp_path, capsys, trained_run
     assert not [name for name in ("run", "new.pt") if Path(name).exists()]
 
 
-STRANGE = [None, "x", -3, 0, 2.5, True, [], ["x"], {}, 2**70, float("nan")]
+STRANGE = [None, "x", -3, 0, 2.5, ["x"], {}, 2**70]
 ARGUMENTS = "n_layer n_head d_model d_head d_inner d_embed mem_len clamp_len cutoffs div_val tie_projs same_length "
 ARGUMENTS += "untie_r pre_lnorm dropout vocab_size tgt_len attn_type layer_norm_epsilon ext_len tie_word_embeddings"
 
