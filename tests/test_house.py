@@ -15,7 +15,7 @@ ORDER = [
     ["txl.fitting"],
     ["txl.training"],
     ["txl.runs", "txl.resuming", "txl.report", "txl.figures", "txl.sweep"],
-    ["txl.instruments"],
+    ["txl.instruments", "txl.interop"],
     ["txl.printing"],
     ["txl.scoring", "txl.conversation"],
 ]

@@ -137,6 +137,9 @@ def test_untied_weights_and_biases_go_there_and_back():
         ({"d_inner": 21}, r"CoreNet.0.weight has shape \(20, 12\), the flags ask for \(21, 12\)"),
         ({"n_layer": 3}, r"state_dict: layers\.2\.\S+, .* missing"),
         ({"n_layer": 1}, "not understood"),
+        ({"n_layer": 10**9}, "not those of 1000000000 layers"),
+        ({"n_head": "3"}, "flags: n_head must be a whole number or null, got '3'"),
+        ({"cutoffs": 5}, "flags: cutoffs must be a list, each a whole number or null, got 5"),
         ({"d_model": 13}, "must be even"),
     ],
 )

@@ -44,7 +44,8 @@ class Subject:
         corpus = checkpoint.construct(data, cache_dir=asked["cache_dir"])  # never a folder that a checkpoint names
         with ranks.main_first():
             split = corpus.split(name, vocab)
-        if not other and corpus.text_hash(name) != content["texts"].get(name):
+        read = content["texts"]  # none are known of a model that came from another code
+        if not other and read and corpus.text_hash(name) != read.get(name):
             ranks.say(f"warning: the text of split={name} is not the one of the run's time")
 
         def setting(key: str, of_run: Any) -> Any:

@@ -32,6 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from txl import signature
 from txl.checkpoint import construct
 from txl.layers.feedforward import ACTIVATIONS
 from txl.layers.memory import NoMemory, SegmentMemory
@@ -41,6 +42,8 @@ from txl.model import TransformerXL
 
 IGNORED = {"pos_emb.inv_freq"}
 SCHEMES = {0: RelativePosition, 1: ShawPosition, 2: AbsolutePosition, 3: AbsolutePositionPerLayer}  # by attn_type
+WHOLE = ("d_embed", "tgt_len", "mem_len", "ext_len", "clamp_len", "div_val", "attn_type", "sample_softmax")
+SWITCHES, RATES = ("same_length", "untie_r", "pre_lnorm", "tie_weight"), ("dropout", "dropatt")
 SIZES = ("n_token", "n_layer", "n_head", "d_model", "d_head", "d_inner")
 
 
@@ -88,21 +91,36 @@ def _named(made_by: type, *, partial: bool = False, **arguments: Any) -> dict[st
     return {"_target_": f"{made_by.__module__}.{made_by.__qualname__}", **marked, **arguments}
 
 
+def _check_kinds(flags: Mapping[str, Any]) -> None:
+    """Arguments come out of a file of somebody else's: one of another kind than theirs is told by its name."""
+    missing = [name for name in SIZES if flags.get(name) is None]
+    if missing:
+        raise ValueError(f"flags: {', '.join(missing)} missing")
+    hints = {
+        **dict.fromkeys(SIZES + WHOLE, int | None),
+        **dict.fromkeys(SWITCHES, bool | int | None),
+        **dict.fromkeys(RATES, float | None),
+        "cutoffs": list[int] | None,
+        "tie_projs": bool | list[bool | int] | None,
+    }
+    for name, hint in hints.items():
+        if not signature.fits(flags.get(name), hint):
+            raise ValueError(f"flags: {name} must be {signature.describe(hint)}, got {flags[name]!r:.40}")
+
+
 def configuration(flags: Mapping[str, Any]) -> dict[str, Any]:
     """The configuration, as a checkpoint of ours holds it, of the model that the authors' arguments describe.
 
     Raises ValueError for a missing size and for what we cannot represent.
     """
-    missing = [name for name in SIZES if flags.get(name) is None]
-    if missing:
-        raise ValueError(f"flags: {', '.join(missing)} missing")
+    _check_kinds(flags)
     for name, only in {"ext_len": 0, "sample_softmax": -1}.items():
         if flags.get(name, only) != only:
             raise ValueError(f"flags: {name}={flags[name]} is not supported; only {only} is")
     mem_len = flags.get("mem_len") or 0
     return _named(
         TransformerXL,
-        **{name: int(flags[name]) for name in SIZES},
+        **{name: flags[name] for name in SIZES},
         d_embed=flags.get("d_embed"),
         memory=_named(SegmentMemory, mem_len=mem_len) if mem_len > 0 else _named(NoMemory),
         position=_position(flags, mem_len),
@@ -191,6 +209,8 @@ def from_original(state_dict: Mapping[str, Tensor], flags: Mapping[str, Any]) ->
     for what we cannot represent, and for parameters that are missing, unknown, of another shape, or tied and different.
     """
     config = configuration(flags)
+    if flags["n_layer"] > len(state_dict):  # told before so many layers are made
+        raise ValueError(f"state_dict: holds {len(state_dict)} parameters, and not those of {flags['n_layer']} layers")
     with torch.device("meta"):  # what does not fit is told before anything of its size is made
         state = _fitting(construct(config), state_dict)
     model = construct(config)
@@ -200,10 +220,17 @@ def from_original(state_dict: Mapping[str, Tensor], flags: Mapping[str, Any]) ->
     return model.eval()
 
 
+def _few(names: list[Any]) -> str:
+    """The first of some names, and how many more there are."""
+    return ", ".join(map(str, names[:4])) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
 def _fitting(model: TransformerXL, state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The authors' parameters, tied ones under each of their names, if they are those of this model."""
     names = _correspondence(model)
     state = {name: tensor for name, tensor in state_dict.items() if name not in IGNORED}
+    if strange := [name for name, tensor in state.items() if not isinstance(tensor, Tensor)]:
+        raise ValueError(f"state_dict: {_few(strange)} hold no numbers")
     ties = defaultdict(list)
     for name, parts in names.items():
         ties[tuple(map(id, parts))].append(name)
@@ -214,9 +241,9 @@ def _fitting(model: TransformerXL, state_dict: Mapping[str, Tensor]) -> dict[str
                 raise ValueError(f"state_dict: {given[0]} and {name} are tied by the flags, but differ")
         state.update({name: state[given[0]] for name in tied if given})
     if missing := sorted(names.keys() - state.keys()):
-        raise ValueError(f"state_dict: {', '.join(missing)} missing")
+        raise ValueError(f"state_dict: {_few(missing)} missing")
     if unknown := sorted(state.keys() - names.keys()):
-        raise ValueError(f"state_dict: {', '.join(unknown)} not understood")
+        raise ValueError(f"state_dict: {_few(unknown)} not understood")
     for name, parts in names.items():
         whole = (sum(len(part) for part in parts), *parts[0].shape[1:])
         if tuple(state[name].shape) != whole:
@@ -232,7 +259,7 @@ def to_original(model: TransformerXL) -> tuple[dict[str, Tensor], dict[str, Any]
     tgt_len + mem_len. Raises ValueError for what the authors' code lacks.
     """
     _refuse_what_they_lack(model)
-    state = {name: torch.cat(list(parts)).clone() for name, parts in _correspondence(model).items()}
+    state = {name: torch.cat(list(parts)) for name, parts in _correspondence(model).items()}
     layer, softmax, position = model.layers[0], model.softmax, model.position
     adaptive = isinstance(softmax, AdaptiveSoftmax)
     tables = list(softmax.weights) if adaptive else [softmax.weight]

@@ -6,6 +6,7 @@ which keeps what it was given and does nothing; any other name ends the reading 
 """
 
 import collections
+import functools
 import io
 import math
 import pickle
@@ -14,7 +15,7 @@ import struct
 import zipfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,11 +39,7 @@ VALUES = {
     ("collections", "OrderedDict"): collections.OrderedDict,
     ("collections", "Counter"): dict,  # which it is made from
     ("torch", "Size"): tuple,
-    **{
-        (module, kind.__name__): kind
-        for module in ("builtins", "__builtin__")
-        for kind in (set, frozenset, list, dict, tuple, int, float, bool, str, bytes, bytearray, complex)
-    },
+    **{(module, kind.__name__): kind for module in ("builtins", "__builtin__") for kind in (set, frozenset)},
 }
 LAYERS = "Linear Embedding Dropout LayerNorm ReLU Sequential ModuleList ParameterList"
 SOFTMAX = "ProjectedAdaptiveLogSoftmax OptionalParameterList"
@@ -74,7 +71,8 @@ KNOWN = {
     "re": "_compile",
 }
 LEGACY = pickle.dumps(0x1950A86A20F9469CFC6C, protocol=2)  # how a file begins that torch.save wrote before 1.6
-LIMIT = 2**20  # opcodes that a pickle may count memos beyond, see `_check_memo`
+AHEAD = 2**20  # how far a pickle may number values beyond their count, see `_check`
+TUPLES = 50_000  # a pickle of 10,000 tensors has so many
 
 
 class Unreadable(ValueError):
@@ -82,11 +80,11 @@ class Unreadable(ValueError):
 
 
 class Inert:
-    """An object of a class that is known by name alone: what it was made from, and its attributes."""
+    """An object of a class that is known by name alone: its attributes. What it was made from is passed over."""
 
     def __new__(cls, *arguments: Any) -> "Inert":
         self = object.__new__(cls)
-        self.arguments, self.attributes = arguments, {}
+        self.attributes = {}
         return self
 
     def __init__(self, *arguments: Any):
@@ -108,7 +106,7 @@ def is_a(value: Any, name: str) -> bool:
 class _Unpickler(pickle.Unpickler):
     """Calls nothing but what the tables of this file name; `storage` finds the numbers of a tensor."""
 
-    def __init__(self, file: BinaryIO, storage: Callable[[str, torch.dtype, int], Tensor | None]):
+    def __init__(self, file: io.BufferedIOBase, storage: Callable[[str, torch.dtype, int], Tensor | None]):
         super().__init__(file, encoding="utf-8", errors="surrogateescape")
         self._storage, self._classes = storage, {}
 
@@ -125,9 +123,8 @@ class _Unpickler(pickle.Unpickler):
             return self._bytes
         if name in KNOWN.get(module, "").split():
             return self._classes.setdefault((module, name), type(name, (Inert,), {}))
-        raise Unreadable(
-            f"it names {module}.{name}, which no model or vocabulary is made of: refused, nothing of it ran"
-        )
+        words = "which no model or vocabulary is made of: refused, and nothing in it was run"
+        raise Unreadable(f"it names {f'{module}.{name}'[:100]!a}, {words}")
 
     def persistent_load(self, pid: Any) -> Any:
         if isinstance(pid, tuple) and len(pid) == 4 and pid[0] == "module":  # a class, and its source, of old
@@ -162,16 +159,24 @@ class _Unpickler(pickle.Unpickler):
         return storage.as_strided(size, stride, storage.storage_offset() + offset)
 
 
-def _check_memo(file: BinaryIO) -> None:
-    """Reads over a pickle. One that numbers a value far beyond how many it has would make Python take gigabytes."""
+def _check(file: io.BufferedIOBase) -> None:
+    """Reads over a pickle for what would end Python itself.
+
+    A number for a value far beyond how many it has would take gigabytes, and tuples inside each other, as a dict's key, the
+    whole stack.
+    """
+    tuples = 0
     for count, (operation, argument, _) in enumerate(pickletools.genops(file)):
-        if operation.name in ("PUT", "BINPUT", "LONG_BINPUT") and argument > count + LIMIT:
+        if operation.name in ("PUT", "BINPUT", "LONG_BINPUT") and argument > count + AHEAD:
             raise Unreadable("it numbers its values beyond their count")
+        tuples += operation.name.startswith("TUPLE")
+        if tuples > TUPLES:
+            raise Unreadable(f"it holds more than {TUPLES} tuples")
 
 
-def _load(file: BinaryIO, storage: Callable[[str, torch.dtype, int], Tensor | None]) -> Any:
+def _load(file: io.BufferedIOBase, storage: Callable[[str, torch.dtype, int], Tensor | None]) -> Any:
     start = file.tell()
-    _check_memo(file)
+    _check(file)
     file.seek(start)
     return _Unpickler(file, storage).load()
 
@@ -218,7 +223,7 @@ class _Mapped:
         return (part.clone() if start % dtype.itemsize else part).view(dtype)
 
 
-def _read_zip(path: Path, file: BinaryIO) -> Any:
+def _read_zip(path: Path, file: io.BufferedIOBase) -> Any:
     """The format of torch.save since 1.6: a zip archive of a pickle and, as they are, the numbers of each storage."""
     mapped = _Mapped(path)
     with zipfile.ZipFile(file) as archive:
@@ -231,6 +236,7 @@ def _read_zip(path: Path, file: BinaryIO) -> Any:
             raise Unreadable("its numbers are big-endian")
         program = archive.read(found[0])
 
+    @functools.cache  # one storage of several tensors stays one
     def storage(key: str, dtype: torch.dtype, numel: int) -> Tensor:
         record = records[f"{root}data/{key}"]
         if record.file_size < numel * dtype.itemsize:
@@ -242,7 +248,7 @@ def _read_zip(path: Path, file: BinaryIO) -> Any:
     return _load(io.BytesIO(program), storage)
 
 
-def _read_legacy(path: Path, file: BinaryIO) -> Any:
+def _read_legacy(path: Path, file: io.BufferedIOBase) -> Any:
     """The format of torch.save before 1.6: pickles one after the other, then the storages, each behind its length."""
     for _ in ("magic number", "version of the format"):
         _load(file, _no_tensor)

@@ -18,7 +18,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +26,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from txl.data.vocab import from_state
-from txl.interop import pickles, vocabularies
+from txl.interop import pickles
 from txl.interop.pickles import Inert, Unreadable
-from txl.interop.vocabularies import Known
 
 DATA = {"wt103": "wikitext103", "wt2": "wikitext2", "ptb": "ptb", "lm1b": "lm1b", "enwik8": "enwik8", "text8": "text8"}
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # of a Hugging Face folder
@@ -44,7 +42,7 @@ class Source:
     code: str  # whose it is, in words
     state: dict[str, Tensor]
     flags: dict[str, Any]
-    vocab: Known | None = None
+    vocab: Any = None  # its file, or what stands for it in this one: see `vocabularies.found`
     data: str | None = None  # the option of `data=` with its text
     step: int = 0
     notes: list[str] = field(default_factory=list)
@@ -66,6 +64,14 @@ def read(path: Path) -> Source:
         return _pickled(path, pickles.read(path))
     except Unreadable as error:
         raise ValueError(f"FILE: {path}: {error}") from error
+    except (
+        AttributeError,
+        KeyError,
+        IndexError,
+        TypeError,
+        RuntimeError,
+    ) as error:  # values of other kinds than theirs
+        raise ValueError(f"FILE: {path} is built otherwise than such models are ({error})") from error
     except OSError as error:
         raise ValueError(f"FILE: cannot read {path} ({error.strerror or error})") from error
 
@@ -76,7 +82,7 @@ def _folder(path: Path) -> Source:
             if (path / name).is_file():
                 return _hugging_face(path, path / name)
         raise ValueError(f"FILE: {path} holds a config.json, but neither of {', '.join(WEIGHTS)}")
-    for name in ("model.pt", "checkpoint_best.pt", "checkpoint_last.pt"):
+    for name in ("model.pt", "checkpoint_best.pt", "checkpoint_last.pt", "best.pt"):
         if (path / name).is_file():
             return read(path / name)
     raise ValueError(f"FILE: {path} holds neither model.pt, nor checkpoint_best.pt, nor config.json")
@@ -89,6 +95,8 @@ def _pickled(path: Path, value: Any) -> Source:
         return _nvidia(value)
     if isinstance(value, Mapping) and {"state_dict", "flags"} <= value.keys():
         return _exported(value["state_dict"], value["flags"], value.get("vocab"))
+    if isinstance(value, Mapping) and "format" in value:
+        raise ValueError(f"FILE: {path} is a run of this project; an OUT that ends in .pt or .safetensors exports it")
     if isinstance(value, Mapping) and value and all(isinstance(item, Tensor) for item in value.values()):
         raise ValueError(
             f"FILE: {path} holds parameters alone, not the model's arguments; a Hugging Face folder has them in its "
@@ -156,8 +164,8 @@ def _authors(path: Path, model: Inert) -> Source:
         ],
     }
     cache = path.with_name("cache.pt")
-    source = Source(code="the authors' PyTorch model", state=state, flags=flags)
-    return replace(source, vocab=vocabularies.read(cache)) if cache.is_file() else source
+    vocab = cache if cache.is_file() else None
+    return Source(code="the authors' PyTorch model", state=state, flags=flags, vocab=vocab)
 
 
 # NVIDIA's checkpoint: a dict, in which only the vocabulary and the arguments of the program are objects
@@ -177,15 +185,15 @@ def _nvidia(content: Mapping[str, Any]) -> Source:
     if flags.get("same_length") and flags.get("mem_len"):
         flags["mem_len"] += 1
         notes.append("same_length sees a token and mem_len more there: mem_len is one more here")
-    arguments = content.get("args")
+    arguments, step = content.get("args"), content.get("train_step")
     dataset = arguments.get("dataset") if isinstance(arguments, Inert) else None
     return Source(
         code="NVIDIA's checkpoint",
         state=state,
         flags=flags,
-        vocab=vocabularies.of_object(content.get("vocab")),
+        vocab=content.get("vocab"),
         data=DATA.get(str(dataset)),
-        step=int(content.get("train_step") or 0),
+        step=step if type(step) is int else 0,
         notes=notes,
     )
 
@@ -197,7 +205,7 @@ def _hugging_face(folder: Path, weights: Path) -> Source:
     try:
         config = json.loads((folder / "config.json").read_text())
         kind = config.get("model_type", "transfo-xl")
-    except (ValueError, AttributeError) as error:
+    except (ValueError, AttributeError, RecursionError) as error:
         raise ValueError(f"FILE: {folder / 'config.json'} is no JSON object") from error
     if kind != "transfo-xl" or "div_val" not in config:
         raise ValueError(f"FILE: {folder} holds a model of the kind {kind!r}; only 'transfo-xl' is understood")
@@ -209,10 +217,9 @@ def _hugging_face(folder: Path, weights: Path) -> Source:
     if flags.get("tgt_len") is None:
         flags["tgt_len"] = 128
         notes.append("it names no tgt_len: 128 (evaluate.py takes another)")
-    if weights.suffix == ".safetensors":
-        named = _safetensors(weights)[0]
-    else:
-        named = pickles.read(weights)
+    if "tie_projs" not in config:
+        flags["tie_projs"] = bool(config.get("proj_share_all_but_first", True))
+    named = _safetensors(weights)[0] if weights.suffix == ".safetensors" else pickles.read(weights)
     state = {name.removeprefix("transformer."): tensor for name, tensor in named.items()}
     if not config.get("untie_r", True):  # each layer names them once more
         state = {name: tensor for name, tensor in state.items() if not name.endswith(UNTIED)}
@@ -220,15 +227,14 @@ def _hugging_face(folder: Path, weights: Path) -> Source:
         if name in state:
             state[name] = state[name].flip(0)
     found = [folder / name for name in VOCABULARIES if (folder / name).is_file()]
-    vocab = vocabularies.read(found[0]) if found else None
     code = "Hugging Face's model"
-    return Source(code=code, state=state, flags=flags, vocab=vocab, notes=notes)
+    return Source(code=code, state=state, flags=flags, vocab=found[0] if found else None, notes=notes)
 
 
 def _safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     try:
         with safe_open(path, "pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
+            return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}
     except SafetensorError as error:
         raise Unreadable(f"it is damaged ({error})") from error
 
@@ -242,7 +248,7 @@ def _exported_safetensors(path: Path) -> Source:
         raise ValueError(f"FILE: {path} has no flags and vocab in its metadata; was it exported by this project?")
     try:
         flags, vocab = json.loads(metadata["flags"]), json.loads(metadata["vocab"])
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"FILE: {path}: its metadata is no JSON") from error
     return _exported(state, flags, vocab)
 
@@ -250,16 +256,13 @@ def _exported_safetensors(path: Path) -> Source:
 def _exported(state: Any, flags: Any, vocab: Any) -> Source:
     if not isinstance(flags, dict) or not isinstance(state, dict):
         raise ValueError("FILE: its flags or parameters are not understood")
-    code = "an export of this project"
-    return Source(code=code, state=state, flags=flags, vocab=None if vocab is None else Known(from_state(vocab)))
+    return Source(code="an export of this project", state=state, flags=flags, vocab=vocab)
 
 
 def in_our_order(source: Source, order: list[int]) -> dict[str, Tensor]:
     """The parameters with the rows of all tokens in the order of our vocabulary, where it is another (`Known.order`)."""
     if source.flags.get("cutoffs"):
-        raise ValueError(
-            "FILE: its tokens are bytes, numbered by frequency, and in clusters: their order cannot be changed"
-        )
+        raise ValueError("its tokens are bytes, numbered by frequency, and in clusters: their order cannot be changed")
     rows = torch.tensor([*order, *range(len(order), source.flags["n_token"])])
     by_token = ("word_emb.emb_layers.0.weight", "crit.out_layers.0.weight", "crit.out_layers.0.bias")
     return {name: tensor[rows] if name in by_token else tensor for name, tensor in source.state.items()}

@@ -1,5 +1,6 @@
 """Other people's vocabularies as ours: the authors' `Vocab`, which NVIDIA's code and Hugging Face's tokenizer took over."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,14 +23,14 @@ class Known:
     order: list[int] | None = None
 
 
-def from_symbols(symbols: Sequence[str], *, lower_case: bool = False) -> Known:
+def from_symbols(symbols: Sequence[Any], *, lower_case: bool = False) -> Known:
     """The vocabulary of a list of symbols in the order of their numbers.
 
     Words, with <eos> at each line's end or, where there is <S> in its place, <S> around each line; the bytes of the authors'
     enwik8, written as decimal numbers; the characters of their text8, where `_` is the blank. Raises ValueError for a list
     that is none of these.
     """
-    if not symbols or not all(isinstance(symbol, str) and symbol for symbol in symbols):
+    if not symbols or not all(isinstance(symbol, str) and symbol and "\n" not in symbol for symbol in symbols):
         raise ValueError("--vocab: holds no list of symbols")
     if len(set(symbols)) < len(symbols):
         raise ValueError("--vocab: holds a symbol twice")
@@ -53,13 +54,29 @@ def _bytes(values: list[int]) -> Known:
     return Known(Bytes(only_seen=True, newlines=NEWLINE in symbols, symbols=symbols), order)
 
 
-def of_object(value: Any) -> Known | None:
-    """The vocabulary in what a pickle held: a `Vocab`, a `Corpus` that has one, or a tokenizer's attributes; else None.
+def found(where: Any) -> Known | None:
+    """The vocabulary in a file, or in what a pickle held: a `Vocab`, a `Corpus` that has one, a tokenizer's attributes, the
+    state of one of ours; else None.
 
-    Raises ValueError for one whose symbols are not understood.
+    Raises ValueError for a file that holds none, and for one whose symbols are not understood.
     """
+    if isinstance(where, Path):
+        return read(where)
+    if isinstance(where, dict) and "kind" in where:
+        return _of_state(where)
+    return _of_object(where)
+
+
+def _of_state(state: dict[str, Any]) -> Known:
+    try:
+        return Known(from_state(state))
+    except ValueError as error:
+        raise ValueError(f"--vocab: {error}") from error
+
+
+def _of_object(value: Any) -> Known | None:
     if pickles.is_a(value, "Corpus"):
-        return of_object(value.get("vocab"))
+        return _of_object(value.get("vocab"))
     if pickles.is_a(value, "OpenAIVocab"):
         raise ValueError("--vocab: the checkpoint's tokens are GPT-2's; give --vocab tokenizer.json, GPT-2's own")
     attributes = value.attributes if isinstance(value, Inert) else value
@@ -73,20 +90,19 @@ def read(path: Path) -> Known:
 
     Raises ValueError for a file that is none of these.
     """
-    import json
-
     try:
-        start = path.open("rb").read(4)
+        with path.open("rb") as file:
+            start = file.read(4)
     except OSError as error:
         raise ValueError(f"--vocab: cannot read {path} ({error.strerror})") from error
     if start.startswith((b"PK", b"\x80")):
         try:
-            found = of_object(pickles.read(path))
+            held = _of_object(pickles.read(path))
         except Unreadable as error:
             raise ValueError(f"--vocab: {path}: {error}") from error
-        if found is None:
+        if held is None:
             raise ValueError(f"--vocab: {path} holds no vocabulary")
-        return found
+        return held
     try:
         text = path.read_text("utf-8")
         if not text.startswith("{"):
@@ -94,9 +110,9 @@ def read(path: Path) -> Known:
         state = json.loads(text)
     except UnicodeDecodeError as error:
         raise ValueError(f"--vocab: {path} is neither text nor a pickle") from error
-    except ValueError as error:
-        raise error if str(error).startswith("--vocab") else ValueError(f"--vocab: {path} is no JSON") from error
-    return Known(from_state(state) if "kind" in state else BPE(file=str(path)).fit([]))
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(f"--vocab: {path} is no JSON") from error
+    return _of_state(state) if "kind" in state else Known(BPE(file=str(path)).fit([]))
 
 
 def group_of(vocab: Vocabulary) -> str:
