@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 TRAIN, VALID = "#9aa7b5", "#c8402f"
+Points = list[tuple[int, float | int]]  # tokens seen, and a value
 EDGES = {"left": 0.075, "right": 0.985, "bottom": 0.085, "top": 0.9, "hspace": 0.38, "wspace": 0.2}
 
 
@@ -52,7 +53,9 @@ def losses(axis: Any, rows: Sequence[dict[str, Any]]) -> None:
     best = min((row for row in rows if is_number(row.get("valid/nll"))), key=lambda row: row["valid/nll"], default=None)
     if best is not None:
         axis.plot(best["tokens"], best["valid/nll"], "o", color=VALID, markersize=6)
-        axis.set_title(f"best valid {best['valid/nll']:.4f}{in_other_units(best)}", loc="right", color=VALID, fontsize=9)
+        axis.set_title(
+            f"best valid {best['valid/nll']:.4f}{in_other_units(best)}", loc="right", color=VALID, fontsize=9
+        )
 
 
 def in_other_units(row: dict[str, Any]) -> str:
@@ -81,12 +84,12 @@ def one_curve(
         axis.yaxis.set_major_formatter(lambda value, _: short(value))
 
 
-def marked(found: Sequence[tuple[float, float]]) -> dict[str, Any]:
+def marked(found: Points) -> dict[str, Any]:
     """Few points are marked: one alone would not be seen otherwise."""
     return {"linewidth": 1.4, "marker": "." if len(found) < 30 else None}
 
 
-def points(rows: Sequence[dict[str, Any]], name: str) -> list[tuple[float, float]]:
+def points(rows: Sequence[dict[str, Any]], name: str) -> Points:
     """The values of a name against tokens, but for those that are no finite number."""
     return [(row["tokens"], row[name]) for row in rows if is_number(row.get(name))]
 
@@ -95,7 +98,7 @@ def is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and math.isfinite(value)
 
 
-def limits(*curves: Sequence[tuple[float, float]]) -> tuple[float, float]:
+def limits(*curves: Points) -> tuple[float, float]:
     """From just below the lowest value to what nearly all lie below after a tenth of the way, with some room.
 
     The first losses, and a spike, would otherwise press all that one looks for into the lowest part.
@@ -110,7 +113,7 @@ def limits(*curves: Sequence[tuple[float, float]]) -> tuple[float, float]:
     return lowest - 0.08 * room, top + 0.15 * room
 
 
-def short(value: float) -> str:
+def short(value: float | int) -> str:
     """1,500,000 as 1.5M."""
     if abs(value) >= 1e12:
         return f"{value:.0e}"

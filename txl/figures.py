@@ -83,7 +83,7 @@ def finish(
     return result
 
 
-def summary(result: Mapping[str, Any]) -> dict[str, float]:
+def summary(result: Mapping[str, Any]) -> dict[str, float | int]:
     """The figures of a result as trackers show them: flat, under `final/`."""
     figures = {f"final/{split}/{name}": result[split][name] for split in ("valid", "test") for name in SHOWN}
     figures |= {f"final/{name}": result[name] for name in ("step", "parameters", "seconds")}

@@ -4,8 +4,10 @@ import contextlib
 import json
 import re
 import select
+import shutil
 import subprocess
 import sys
+import time
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,8 +15,8 @@ from typing import Any, Literal, NamedTuple
 
 from txl.runtime import write_whole
 
-INIT_TIMEOUT = 6  # seconds that W&B's server has to answer; training goes on meanwhile
-START_TIMEOUT = INIT_TIMEOUT + 15  # that its process has, on a busy machine
+INIT_TIMEOUT = 30  # seconds that W&B's server has to answer; training goes on meanwhile
+START_TIMEOUT = 30  # seconds that its process has to start, on a busy machine
 PATIENCE = 12  # seconds that a run waits at its end for another tracker
 CODE = Path(__file__).parents[1]
 
@@ -24,7 +26,7 @@ class Conclusion(NamedTuple):
 
     step: int
     tokens: int
-    figures: dict[str, float]
+    figures: dict[str, float | int]
     prompt: str
     continuation: str
     picture: Path
@@ -51,17 +53,17 @@ class NoTracker:
 
 
 class WandbTracker:
-    """`tracker=wandb`: Weights & Biases, into the run's folder without an account unless `mode=online`.
+    """`tracker=wandb`: Weights & Biases, into the run's folder without an account.
 
-    It runs in a process of its own. Where the server cannot be had at the start, the run is kept offline; where it is lost
-    later, W&B's own file of the run is whole. In both cases a warning says how to send it.
+    With `mode=online` a second process sends the same to the server. Once all has arrived the offline copy is removed;
+    where it has not, for whatever reason, a warning says how to send the copy, which is whole.
     """
 
     def __init__(
         self,
         *,
         project: str,
-        mode: Literal["offline", "online", "disabled"] = "offline",
+        mode: Literal["offline", "online"] = "offline",
         entity: str | None = None,
         tags: list[str] | None = None,
         log_checkpoint: bool = False,
@@ -71,8 +73,9 @@ class WandbTracker:
             raise ValueError(f"tracker.upload_seconds: must be at least 1, got {upload_seconds}")
         self._how = {"project": project, "entity": entity, "tags": tags}
         self.mode, self.log_checkpoint, self.upload_seconds = mode, log_checkpoint, upload_seconds
-        self.patience = upload_seconds + 4  # seconds; its process needs some of them itself
-        self.rescue: str | None = None  # what sends to the server what has not reached it
+        self.patience = upload_seconds + 4  # seconds; the offline copy takes some of them
+        self.rescue: str | None = None
+        self._online: WandbProcess | None = None
 
     def start(self, *, folder: Path, name: str, config: Mapping[str, Any], step: int, tokens: int) -> None:
         how = {
@@ -81,65 +84,86 @@ class WandbTracker:
             "name": name,
             "dir": str(folder.resolve()),
             "config": with_git(config),
-            "init_timeout": INIT_TIMEOUT,
-            "finish_timeout": self.upload_seconds,
+            "timeouts": {"init_timeout": INIT_TIMEOUT, "finish_timeout": self.upload_seconds},
         }
-        answer = self._begin(how, self.mode)
-        if "error" in answer and self.mode == "online":
-            reason = answer["error"]
-            answer = self._begin(how, "offline")
-            if "path" in answer:
-                words = f"W&B cannot be had ({reason}); the run is kept offline; later: wandb sync {answer['path']}"
-                print(f"warning: tracker: {words}", file=sys.stderr)
+        self._offline = WandbProcess({**how, "mode": "offline"})
+        if self.mode == "online":
+            self._online = WandbProcess({**how, "mode": "online"})
+        answer = self._offline.answer(START_TIMEOUT) or {"error": "no answer"}
         if "error" in answer:
             raise RuntimeError(answer["error"])
-        self.rescue = None if self.mode == "disabled" else f"wandb sync {answer['path']}"
+        self._copy = Path(answer["path"])
+        self.rescue = f"wandb sync {self._copy}"
 
-    def _begin(self, how: Mapping[str, Any], mode: str) -> dict[str, str]:
-        """Starts the process, and gives its answer."""
+    def log(self, row: Mapping[str, Any]) -> None:
+        self._send("log", row=known(row))
+
+    def conclude(self, conclusion: Conclusion) -> None:
+        self._send(
+            "conclude",
+            step=conclusion.step,
+            tokens=conclusion.tokens,
+            figures=conclusion.figures,
+            sample={"prompt": conclusion.prompt, "continuation": conclusion.continuation},
+            picture=str(conclusion.picture.resolve()) if conclusion.picture.exists() else None,
+            checkpoint=str(conclusion.checkpoint.resolve()) if self.log_checkpoint else None,
+        )
+
+    def _send(self, name: str, **arguments: Any) -> None:
+        if self._online and "error" in (answer := self._online.answer(0) or {}):
+            self._offline_only(answer["error"])
+        for process in filter(None, (self._online, self._offline)):
+            process.send((name, arguments))
+
+    def _offline_only(self, reason: str) -> None:
+        self._online.kill()
+        self._online = None
+        print(
+            f"warning: tracker: W&B is not reached ({reason}); training goes on; later: {self.rescue}", file=sys.stderr
+        )
+
+    def finish(self) -> None:
+        deadline = time.monotonic() + self.upload_seconds
+        for process in filter(None, (self._online, self._offline)):
+            process.close()
+        answer = self._offline.answer(self.upload_seconds) or {"error": "no answer"}
+        if "error" in answer:
+            raise RuntimeError(answer["error"])
+        while self._online:
+            answer = self._online.answer(deadline - time.monotonic()) or {"error": "no answer"}
+            if "error" in answer:
+                self._offline_only(answer["error"])
+            if "done" in answer:
+                shutil.rmtree(self._copy)
+                return
+
+
+class WandbProcess:
+    """txl/wandb_process.py at work, told how to start."""
+
+    def __init__(self, how: Mapping[str, Any]):
         program = [sys.executable, "-P", str(Path(__file__).with_name("wandb_process.py"))]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
         self._process = subprocess.Popen(program, **pipes, bufsize=0, start_new_session=True)  # Ctrl-C is not for it
-        self._send({**how, "mode": mode})
-        answer = self._answer(START_TIMEOUT)
-        if "error" in answer:
-            self._process.kill()
-        return answer
+        self.send(how)
 
-    def _send(self, message: Any) -> None:
-        try:
+    def send(self, message: Any) -> None:
+        with contextlib.suppress(BrokenPipeError):  # it has died, and said why
             self._process.stdin.write(json.dumps(message).encode() + b"\n")
-        except BrokenPipeError:
-            raise RuntimeError(self._answer(1)["error"]) from None
 
-    def _answer(self, seconds: float) -> dict[str, str]:
-        """Its next answer; an error where none comes in time, or it has died."""
-        ready, _, _ = select.select([self._process.stdout], [], [], seconds)
+    def answer(self, seconds: float | int) -> dict[str, Any] | None:
+        """Its next answer, None where none comes in time."""
+        ready, _, _ = select.select([self._process.stdout], [], [], max(seconds, 0))
         if not ready:
-            return {"error": f"no answer in {seconds} s"}
+            return None
         line = self._process.stdout.readline()
-        return json.loads(line) if line else {"error": "its process died"}
+        return json.loads(line) if line else {"error": "its process has died"}
 
-    def log(self, row: Mapping[str, Any]) -> None:
-        self._send(("log", {"row": known(row)}))
-
-    def conclude(self, conclusion: Conclusion) -> None:
-        content = {
-            "step": conclusion.step,
-            "tokens": conclusion.tokens,
-            "figures": conclusion.figures,
-            "sample": {"prompt": conclusion.prompt, "continuation": conclusion.continuation},
-            "picture": str(conclusion.picture.resolve()) if conclusion.picture.exists() else None,
-            "checkpoint": str(conclusion.checkpoint.resolve()) if self.log_checkpoint else None,
-        }
-        self._send(("conclude", content))
-
-    def finish(self) -> None:
+    def close(self) -> None:
         self._process.stdin.close()
-        answer = self._answer(self.upload_seconds + 2)
-        if "error" in answer:
-            self._process.kill()
-            raise RuntimeError(answer["error"])
+
+    def kill(self) -> None:
+        self._process.kill()
 
 
 class TensorboardTracker:

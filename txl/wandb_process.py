@@ -1,21 +1,21 @@
 """Weights & Biases in a process of its own: what it waits for, prints or dies of is not training's.
 
 `txl.trackers.WandbTracker` starts it by this file's path. Standard input brings one JSON object a line: how to start,
-then method and arguments of each call. Standard output answers twice: {"path": the folder that `wandb sync` takes}
-or {"error": words} when it has started, {} or {"error": words} when it has ended. The end of the input ends the run,
-so that what a killed trainer has logged is written all the same.
+then method and arguments of each call. Its end ends the run, so that what a killed trainer has logged is kept all the same.
+Standard output answers {"path": the folder that `wandb sync` takes} at the start, {"done": true} at the end, or {"error": words}.
 """
 
 import json
 import os
+import queue
 import sys
+import threading
 
 
 def start(how):
     import wandb
 
-    timeouts = {"init_timeout": how.pop("init_timeout"), "finish_timeout": how.pop("finish_timeout")}
-    settings = wandb.Settings(console="off", silent=True, finish_timeout_raises=True, **timeouts)
+    settings = wandb.Settings(console="off", silent=True, finish_timeout_raises=True, **how.pop("timeouts"))
     run = wandb.init(resume="allow", settings=settings, **how)  # a run that goes on is one run there too
     run.define_metric("step")
     run.define_metric("tokens")
@@ -40,6 +40,13 @@ def conclude(run, *, step, tokens, figures, sample, picture, checkpoint):
         run.log_artifact(artifact, aliases=["best"])
 
 
+def read(lines):
+    """Takes what comes in at once, so that the trainer never waits."""
+    for line in sys.stdin:
+        lines.put(line)
+    lines.put(None)
+
+
 def main():
     answers, sys.stdout = sys.stdout, sys.stderr
 
@@ -48,15 +55,16 @@ def main():
         answers.flush()
 
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # which goes elsewhere, offline too
-    calls = {"log": log, "conclude": conclude}
+    lines, calls = queue.SimpleQueue(), {"log": log, "conclude": conclude}
+    threading.Thread(target=read, args=[lines], daemon=True).start()
     try:
-        run = start(json.loads(sys.stdin.readline()))
+        run = start(json.loads(lines.get()))
         answer(path=run.settings.sync_dir)
-        for line in sys.stdin:
+        while (line := lines.get()) is not None:
             name, arguments = json.loads(line)
             calls[name](run, **arguments)
         run.finish()
-        answer()
+        answer(done=True)
     except BaseException as error:  # it may even want to exit
         answer(error=" ".join(f"{type(error).__name__}: {error}".split()))
         sys.exit(1)
