@@ -76,9 +76,10 @@ def work(job: "Job", ranks: "Ranks", stop: StopSignals) -> float:
 
     Raises Stopped, with everything saved, once a signal was received or the time is up.
     """
-    from txl import resuming, runs
+    from txl import resuming, runs, tracking
     from txl.figures import finish
     from txl.runtime import locked, memory_named, requeue, write_json
+    from txl.trackers import NoTracker
 
     if (result := ranks.from_main(job.finished)) is not None:
         if ranks.main:
@@ -86,6 +87,7 @@ def work(job: "Job", ranks: "Ranks", stop: StopSignals) -> float:
             report(job.path, result)
         return result["valid"]["nll"]
     settings = Train(**arguments(job.config))
+    tracker = build(settings.tracker) if ranks.main else NoTracker()
     with ExitStack() as held, memory_named(*SMALLER):
         holds = ranks.main and job.path.is_dir()
         if holds:
@@ -104,7 +106,10 @@ def work(job: "Job", ranks: "Ranks", stop: StopSignals) -> float:
             write_json(job.path / "vocab.json", parts.vocab.state())
         for line in job.changed:
             ranks.say(f"resume: {line}")
-        if stopped := train(job, parts, settings, environment, stop):
+        about = {"folder": job.path, "name": f"{settings.name}/{job.path.name}", "config": job.config}
+        at = {"step": parts.run.step, "tokens": parts.run.tokens}
+        tracker = held.enter_context(tracking.tracked(tracker, **about, **at))
+        if stopped := train(job, parts, settings, environment, tracker, stop):
             if settings.requeue and stopped.status == STOPPED and ranks.main:
                 requeue(ranks.say)
             raise stopped
@@ -112,7 +117,7 @@ def work(job: "Job", ranks: "Ranks", stop: StopSignals) -> float:
         def leave_saved(received: int) -> None:
             raise Stopped.by(received, saved_words(job, parts, settings))
 
-        result = finish(job.path, parts, settings, stop, leave_saved)
+        result = finish(job.path, parts, settings, tracker, stop, leave_saved)
         if ranks.main:
             report(job.path, result)
         return result["valid"]["nll"]
@@ -175,7 +180,7 @@ def assemble(settings: Train, ranks: "Ranks") -> "Parts":
     return Parts(corpus=corpus, vocab=vocab, splits=splits, model_config=model_config, run=run)
 
 
-def train(job: "Job", parts: "Parts", settings: Train, environment: dict, stop: StopSignals) -> Stopped | None:
+def train(job: "Job", parts: "Parts", settings: Train, environment: dict, tracker, stop: StopSignals) -> Stopped | None:
     """Runs the updates that are left; after each, whatever is due: a line of the log, the valid figure, a checkpoint.
 
     Returns why it ended early, with everything saved, once a signal was received or the time is up; else None. All
@@ -186,13 +191,11 @@ def train(job: "Job", parts: "Parts", settings: Train, environment: dict, stop: 
     from txl.saver import Saver
 
     run, ranks, path, started = parts.run, parts.run.ranks, job.path, time.monotonic()
-    tracker = tracking.begin(build(settings.tracker) if ranks.main else tracking.NoTracker())
     metrics = (
         tracking.Metrics(path / "metrics.jsonl", step=run.step, measured=run.measured)
         if ranks.main
         else tracking.NoMetrics()
     )
-    tracker.start(folder=path, name=f"{settings.name}/{path.name}", config=job.config)
     if settings.compile:
         run.model.compile_layers()
     else:
@@ -267,7 +270,6 @@ def train(job: "Job", parts: "Parts", settings: Train, environment: dict, stop: 
         if ranks.main:
             settle()
     except KeyboardInterrupt:
-        tracker.abandon()
         raise
     except BaseException:
         saver.give_up()
@@ -275,7 +277,6 @@ def train(job: "Job", parts: "Parts", settings: Train, environment: dict, stop: 
     finally:
         metrics.draw(path / "curves.png", last=True)
         metrics.close()
-        tracker.finish()
     return None
 
 

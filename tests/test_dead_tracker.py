@@ -1,6 +1,5 @@
 """The tracker dead in every way: training is identical, and waits for nothing."""
 
-import socket
 import time
 from pathlib import Path
 
@@ -8,48 +7,53 @@ import pytest
 import torch
 from conftest import TINY, in_process, state_of
 
-from txl import tracking
+from txl import trackers, tracking
 
 
-class FakeRun:
-    def __init__(self, failing):
-        self.failing = failing
+def failing_tracker(failing: str) -> type:
+    """A tracker that ends the program in one of its calls, or takes a minute for it."""
 
-    def define_metric(self, *_, **__):
-        pass
+    class Failing:
+        rescue, patience = "wandb sync there", 0.5
 
-    def log(self, row):
-        self.act("log")
+        def act(self, name):
+            if failing == name:
+                raise SystemExit(3)
+            if failing == f"slow {name}":
+                time.sleep(60)
 
-    def finish(self):
-        self.act("finish")
+        def start(self, **_):
+            self.act("start")
 
-    def act(self, name):
-        if self.failing == name:
-            raise SystemExit(3)
-        if self.failing == f"slow {name}":
-            time.sleep(60)
+        def log(self, row):
+            self.act("log")
+
+        def conclude(self, conclusion):
+            self.act("conclude")
+
+        def finish(self):
+            self.act("finish")
+
+    return Failing
 
 
-@pytest.mark.parametrize("failing", ["init", "log", "finish", "slow init", "slow log", "slow finish"])
+CALLS = ("start", "log", "conclude", "finish")
+
+
+@pytest.mark.parametrize("failing", [*CALLS, *(f"slow {name}" for name in CALLS)])
 def test_a_tracker_dead_in_any_way_leaves_training_identical(failing, monkeypatch, trained_run):
-    """Bit for bit, and the program neither fails nor waits for long."""
-    import wandb
-
-    def init(**_):
-        run = FakeRun(failing)
-        run.act("init")
-        return run
-
-    monkeypatch.setattr(wandb, "init", init)
-    monkeypatch.setattr(tracking, "PATIENCE", 0.5)
+    """Bit for bit, and the program neither fails nor waits for long; one warning says what to do."""
+    monkeypatch.setattr(trackers, "TensorboardTracker", failing_tracker(failing))
     began = time.monotonic()
-    outcome = in_process("train", "name=tiny", "tracker=wandb", *TINY)
+    outcome = in_process("train", "name=tiny", "tracker=tensorboard", *TINY)
     assert outcome.status == 0 and time.monotonic() - began < 30
-    assert outcome.stderr.count("warning: tracker:") == 1
+    (warning,) = [line for line in outcome.stderr.splitlines() if "warning" in line]
+    assert warning.startswith(f"warning: tracker: {failing.removeprefix('slow ')} ")
+    assert warning.endswith("; later: wandb sync there")
     (path,) = Path("outputs/tiny").iterdir()
     one, other = (state_of(folder) for folder in (trained_run, path))
     assert all(torch.equal(one["model"][name], other["model"][name]) for name in one["model"])
+    assert (path / "result.json").exists()
     rows = [
         [
             {key: row[key] for key in row if key != "tokens_per_second"}
@@ -60,37 +64,11 @@ def test_a_tracker_dead_in_any_way_leaves_training_identical(failing, monkeypatc
     assert rows[0] == rows[1]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("server", ["refused", "silent", "no key"])
-def test_wandb_online_without_a_server(server, tmp_path):
-    """The real package: the run ends well, one warning, in bounded time."""
-    from conftest import command
-
-    silent = socket.create_server(("127.0.0.1", 0))  # takes connections, and never answers
-    port = silent.getsockname()[1] if server == "silent" else 9
-    key = {} if server == "no key" else {"WANDB_API_KEY": "0" * 40}
-    home = {"WANDB_BASE_URL": f"http://127.0.0.1:{port}", "HOME": str(tmp_path), "NETRC": str(tmp_path / "netrc")}
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_a_tracker_is_not_waited_for_after_ctrl_c(error):
+    """After another error it is: what was logged is to be kept."""
+    tracker = failing_tracker("slow finish")()
     began = time.monotonic()
-    outcome = command(
-        "train", "tracker=wandb", "tracker.mode=online", *TINY, cwd=tmp_path, WANDB_MODE="online", **home, **key
-    )
-    silent.close()
-    assert outcome.status == 0, outcome.stderr
-    assert "warning: tracker: " in outcome.stderr and time.monotonic() - began < 60
-    (path,) = (tmp_path / "outputs" / "python_docs").iterdir()
-    assert len(tracking.read_metrics(path / "metrics.jsonl")) == 5
-
-
-def test_a_run_that_goes_on_is_one_run_to_wandb(monkeypatch):
-    import wandb
-
-    began = []
-
-    def init(**how):
-        began.append(how)
-        return FakeRun(None)
-
-    monkeypatch.setattr(wandb, "init", init)
-    for minutes in ("1e-9", "null"):
-        in_process("train", "tracker=wandb", *TINY, f"max_minutes={minutes}")
-    assert len(began) == 2 and began[0]["id"] == began[1]["id"] and began[0]["resume"] == "allow"
+    with pytest.raises(error), tracking.tracked(tracker):
+        raise error
+    assert (time.monotonic() - began < 0.4) == (error is KeyboardInterrupt)

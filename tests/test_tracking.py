@@ -1,14 +1,9 @@
 import io
 import json
 import sys
-import time
 from pathlib import Path
 
-import pytest
-from conftest import TINY, in_process
-
 from txl import tracking
-from txl.tracking import draw_curves  # as it is, not as every test has it
 
 
 def test_metrics_drop_what_lies_after_the_step_they_go_on_from():
@@ -21,14 +16,6 @@ def test_metrics_drop_what_lies_after_the_step_they_go_on_from():
     assert [row["a"] for row in tracking.read_metrics(path)] == [1, 2, 30]  # there before it is closed
     metrics.close()
     assert tracking.read_metrics(Path("missing.jsonl")) == []
-
-
-def test_curves_are_drawn_from_any_rows():
-    row = {"step": 1, "tokens": 10, "train/nll": 2.0, "train/lr": 0.1, "train/grad_norm": 1.0}
-    for rows in ([], [row], [row, {"step": 1, "tokens": 10, "valid/nll": 2.5}]):
-        draw_curves(Path("curves.png"), rows)
-        assert Path("curves.png").read_bytes().startswith(b"\x89PNG")
-        Path("curves.png").unlink()
 
 
 def test_speed_counts_updates_alone(monkeypatch):
@@ -69,57 +56,6 @@ def test_a_bar_on_a_terminal(monkeypatch):
     shown = terminal.getvalue()
     assert "10/20" in shown and "train nll 1.2500" in shown and "1,234 tokens/s" in shown and "ETA" in shown
     assert "step 10/20  valid nll 1.5000" in shown
-
-
-def test_wandb_writes_offline_into_the_runs_folder():
-    outcome = in_process("train", "tracker=wandb", "tracker.project=test", *TINY)
-    assert outcome.status == 0, outcome.stderr
-    assert "failed" not in outcome.stderr
-    (run,) = Path("outputs/python_docs").iterdir()
-    for _ in range(100):  # W&B's own process may still be writing
-        if files := [file for file in run.rglob("offline-run-*/run-*.wandb") if b"valid/bits" in file.read_bytes()]:
-            break
-        time.sleep(0.2)
-    (file,) = files
-    assert b"valid/bits_per_byte" in file.read_bytes()
-    assert not Path("wandb").exists()
-
-
-def test_a_tracker_that_fails_leaves_training_as_it_is(monkeypatch):
-    import wandb
-
-    def broken(**_):
-        raise wandb.errors.CommError("no network")
-
-    monkeypatch.setattr(wandb, "init", broken)
-    outcome = in_process("train", "name=tracked", "tracker=wandb", *TINY)
-    assert outcome.status == 0
-    assert "warning: tracker: start failed (CommError: no network); training goes on without it" in outcome.stderr
-    assert in_process("train", "name=untracked", *TINY).status == 0
-    results = [
-        json.loads((next(Path("outputs", name).iterdir()) / "result.json").read_text())
-        for name in ("tracked", "untracked")
-    ]
-    assert results[0]["valid"] == results[1]["valid"]
-
-
-@pytest.mark.parametrize("failing", ["log", "finish"])
-def test_a_tracker_that_dies_in_the_middle_is_told_once(failing, capsys):
-    tracker = tracking.begin(tracking.WandbTracker(project="p"))
-
-    class Run:
-        def log(self, row):
-            if failing == "log":
-                raise ConnectionResetError("gone")
-
-        def finish(self):
-            raise ConnectionResetError("gone")
-
-    tracker._tracker._run = Run()
-    tracker.log({"step": 1})
-    tracker.log({"step": 2})
-    tracker.finish()
-    assert capsys.readouterr().err.count("training goes on without it") == 1
 
 
 def test_curves_are_drawn_now_and_then_and_at_the_end(monkeypatch):

@@ -1,8 +1,9 @@
 """The figures of a run: while it trains, and once it is through; and a sample of what it writes."""
 
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,8 +17,10 @@ from txl.runtime import write_json, write_whole
 from txl.settings import TRAINED, Train
 from txl.sharding import is_sharded
 from txl.signals import StopSignals
+from txl.trackers import Conclusion
 
 SAMPLE_CONTEXT = 512  # tokens that are read before the sample is written, as in the paper (appendix E)
+SHOWN = ("nll", "ppl", "bits_per_byte")
 
 
 def measure(
@@ -40,7 +43,9 @@ def measure(
     )
 
 
-def finish(path: Path, parts: Parts, settings: Train, stop: StopSignals, leave: Callable[[int], None]) -> dict:
+def finish(
+    path: Path, parts: Parts, settings: Train, tracker: Any, stop: StopSignals, leave: Callable[[int], None]
+) -> dict:
     """The figures of the best checkpoint, and how it goes on after the end of the test text; a signal calls `leave`."""
     run = parts.run
     best = checkpoint.load(path / "best.pt", key="name")
@@ -62,9 +67,27 @@ def finish(path: Path, parts: Parts, settings: Train, stop: StopSignals, leave: 
     model = reading_model(parts, TRAINED)
     if run.ranks.main:
         stop.leave_at_once(leave)  # nobody waits for this
-        write_sample(path, parts, settings, model)
+        prompt, continuation = write_sample(path, parts, settings, model)
         write_json(path / "result.json", result)
+        tracker.conclude(
+            Conclusion(
+                step=run.step,
+                tokens=run.tokens,
+                figures=summary(result),
+                prompt=prompt,
+                continuation=continuation,
+                picture=path / "curves.png",
+                checkpoint=path / "best.pt",
+            )
+        )
     return result
+
+
+def summary(result: Mapping[str, Any]) -> dict[str, float | int]:
+    """The figures of a result as trackers show them: flat, under `final/`."""
+    figures = {f"final/{split}/{name}": result[split][name] for split in ("valid", "test") for name in SHOWN}
+    figures |= {f"final/{name}": result[name] for name in ("step", "parameters", "seconds")}
+    return {name: figure for name, figure in figures.items() if figure is not None}
 
 
 def reading_model(parts: Parts, mem_len: int | str | None) -> nn.Module:
@@ -76,8 +99,8 @@ def reading_model(parts: Parts, mem_len: int | str | None) -> nn.Module:
     return checkpoint.twin(model, checkpoint.model_config(parts.model_config, **reading))
 
 
-def write_sample(path: Path, parts: Parts, settings: Train, model: nn.Module) -> None:
-    """How the model goes on after the end of the test text."""
+def write_sample(path: Path, parts: Parts, settings: Train, model: nn.Module) -> tuple[str, str]:
+    """Writes how the model goes on after the end of the test text; returns that end, and how it goes on."""
     sampling = build(settings.sample)
     reader = generation.Reader(
         model,
@@ -91,3 +114,4 @@ def write_sample(path: Path, parts: Parts, settings: Train, model: nn.Module) ->
     made = generation.generate(texts, sampling, [generation.sample_seed(settings.seed, 0)])
     text = parts.vocab.decode([token for (token,) in made])
     write_whole(path / "sample.txt", lambda file: file.write(text))
+    return parts.vocab.decode(start.tolist()).decode(errors="replace"), text.decode(errors="replace")

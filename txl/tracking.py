@@ -1,4 +1,4 @@
-"""What a run leaves for people to see: metrics.jsonl, curves.png, a progress bar or lines, and W&B where it is wanted."""
+"""What a run leaves for people to see: metrics.jsonl, curves.png, a progress bar or lines, and a tracker's work, in the background."""
 
 import contextlib
 import errno
@@ -6,23 +6,21 @@ import json
 import math
 import os
 import queue
-import re
 import sys
 import threading
 import time
-import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from txl.curves import draw_curves
 from txl.runtime import write_whole
+from txl.trackers import Conclusion, NoTracker
 
-INIT_TIMEOUT, FINISH_TIMEOUT = 10, 10  # seconds that a tracker has to start, to end
-PATIENCE = 12.0  # seconds that a run waits for it
 REDRAW = 30.0  # seconds between two pictures of a run that goes on: one takes as long as many updates of a small model
 
 
@@ -105,96 +103,6 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     ]
 
 
-def draw_curves(path: Path, rows: list[dict[str, Any]]) -> None:
-    """curves.png: train and valid nll, learning rate and gradient norm against the tokens seen."""
-    from matplotlib.figure import Figure  # without pyplot, whose backend belongs to whoever calls us: a notebook, say
-
-    figure = Figure(figsize=(13, 4), layout="constrained")
-    axes = figure.subplots(1, 3)
-    for axis, names in zip(axes, (("train/nll", "valid/nll"), ("train/lr",), ("train/grad_norm",)), strict=True):
-        for name in names:
-            points = [(row["tokens"], row[name]) for row in rows if name in row]
-            axis.plot(
-                *zip(*points, strict=True), marker="." if len(points) < 30 else None, label=name
-            ) if points else None
-        axis.set_xlabel("tokens seen")
-        axis.set_title(" and ".join(names))
-        axis.grid(alpha=0.3)
-    axes[0].set_ylabel("nats per token")
-    axes[0].legend() if axes[0].lines else None
-    figure.savefig(path, dpi=100)
-
-
-class NoTracker:
-    """`tracker=none`: nothing beside the run's own files."""
-
-    def start(self, *, folder: Path, name: str, config: Mapping[str, Any]) -> None:
-        pass
-
-    def log(self, row: Mapping[str, Any]) -> None:
-        pass
-
-    def finish(self) -> None:
-        pass
-
-    def abandon(self) -> None:
-        pass
-
-
-class WandbTracker:
-    """`tracker=wandb`: Weights & Biases, into the run's folder without an account unless `mode=online`.
-
-    A run that goes on after a kill is one run there too; `tokens` is the x-axis of all its curves.
-    """
-
-    def __init__(
-        self,
-        *,
-        project: str,
-        mode: Literal["offline", "online", "disabled"] = "offline",
-        entity: str | None = None,
-        tags: list[str] | None = None,
-    ):
-        self.project, self.mode, self.entity, self.tags = project, mode, entity, tags
-        self._run = None
-
-    def start(self, *, folder: Path, name: str, config: Mapping[str, Any]) -> None:
-        import wandb
-
-        settings = wandb.Settings(console="off", silent=True, init_timeout=INIT_TIMEOUT, finish_timeout=FINISH_TIMEOUT)
-        self._run = wandb.init(
-            project=self.project,
-            entity=self.entity,
-            tags=self.tags,
-            mode=self.mode,
-            id=_lasting_id(folder),  # a run that goes on is one run there too
-            resume="allow",
-            name=name,
-            dir=folder.resolve(),  # W&B writes from a process of its own, in a folder of its own
-            config=dict(config),
-            settings=settings,
-        )
-        self._run.define_metric("step")
-        self._run.define_metric("tokens")
-        self._run.define_metric("*", step_metric="tokens")
-
-    def log(self, row: Mapping[str, Any]) -> None:
-        self._run.log(dict(row))
-
-    def finish(self) -> None:
-        self._run.finish()
-
-
-def _lasting_id(folder: Path) -> str:
-    """The id under which W&B knows the run of this folder: made once."""
-    file = folder / "wandb_id"
-    with contextlib.suppress(OSError):
-        if known := re.fullmatch(r"[0-9a-z]{8,64}", file.read_text().strip()):
-            return known[0]
-    write_whole(file, lambda opened: opened.write(uuid.uuid4().hex.encode()))
-    return file.read_text()
-
-
 class Background:
     """A tracker that training neither waits for nor dies from: it works in a thread of its own.
 
@@ -203,7 +111,7 @@ class Background:
 
     def __init__(self, tracker: Any):
         self._tracker, self._calls = tracker, queue.SimpleQueue()
-        self._doing, self._abandoned = "starting", False
+        self._doing, self._abandoned = "start", False
         self._thread = threading.Thread(target=self._work, daemon=True, name="tracker")
         self._thread.start()
 
@@ -218,15 +126,22 @@ class Background:
             except BaseException as error:  # it may even want to exit
                 dead = True
                 words = " ".join(f"{type(error).__name__}: {error}".split())
-                print(f"warning: tracker: {name} failed ({words}); training goes on without it", file=sys.stderr)
+                self._warn(f"{name} failed ({words}); training goes on without it")
             if name == "finish":
                 return
+
+    def _warn(self, words: str) -> None:
+        rescue = f"; later: {self._tracker.rescue}" if self._tracker.rescue else ""
+        print(f"warning: tracker: {words}{rescue}", file=sys.stderr)
 
     def start(self, **named: Any) -> None:
         self._calls.put(("start", (), named))
 
     def log(self, row: Mapping[str, Any]) -> None:
         self._calls.put(("log", (dict(row),), {}))
+
+    def conclude(self, conclusion: Conclusion) -> None:
+        self._calls.put(("conclude", (conclusion,), {}))
 
     def abandon(self) -> None:
         """From now on it is not waited for."""
@@ -236,14 +151,23 @@ class Background:
         self._calls.put(("finish", (), {}))
         if self._abandoned:
             return
-        self._thread.join(PATIENCE)
+        self._thread.join(self._tracker.patience)
         if self._thread.is_alive():
-            print(f"warning: tracker: {self._doing} hangs; the run ends without it", file=sys.stderr)
+            self._warn(f"{self._doing} hangs; the run ends without it")
 
 
-def begin(tracker: Any) -> Any:
-    """The tracker as training uses it."""
-    return tracker if isinstance(tracker, NoTracker) else Background(tracker)
+@contextlib.contextmanager
+def tracked(tracker: Any, **run: Any) -> Iterator[Any]:
+    """A tracker that has started on a run, as training uses it; at the end it is finished, and after Ctrl-C not waited for."""
+    running = tracker if isinstance(tracker, NoTracker) else Background(tracker)
+    running.start(**run)
+    try:
+        yield running
+    except KeyboardInterrupt:
+        running.abandon()
+        raise
+    finally:
+        running.finish()
 
 
 class Speed:
