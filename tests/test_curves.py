@@ -51,14 +51,27 @@ def test_curves_are_drawn_from_any_rows():
         Path("curves.png").unlink()
 
 
-def test_curves_take_a_quarter_of_a_second(monkeypatch):
-    """Of the processor, which they take from training: the best of three, matplotlib loaded."""
-    rows, took = run_of(2000), []
-    for _ in range(3):
+def processor_seconds(call) -> float:
+    """Of the quickest of five."""
+    took = []
+    for _ in range(5):
         began = time.process_time()
-        draw_curves(Path("curves.png"), rows)
+        call()
         took.append(time.process_time() - began)
-    assert min(took) < 0.5  # 0.2 on two cores; a layout engine would make it 0.5
+    return min(took)
+
+
+def test_curves_take_less_time_than_four_empty_panels_with_a_layout_engine():
+    """It is time that training does without: 0.13 s where it was tried."""
+
+    def laid_out():
+        figure, _ = pyplot.subplots(2, 2, figsize=(9.0, 5.4), layout="constrained")
+        figure.savefig("empty.png", dpi=100)
+        pyplot.close(figure)
+
+    rows = run_of(2000)
+    draw_curves(Path("curves.png"), rows)  # loads what matplotlib loads late
+    assert processor_seconds(lambda: draw_curves(Path("curves.png"), rows)) < processor_seconds(laid_out)
     assert not pyplot.get_fignums()
 
 
