@@ -12,15 +12,12 @@ EDGES = {"left": 0.075, "right": 0.985, "bottom": 0.085, "top": 0.9, "hspace": 0
 
 def draw_curves(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     """Train and valid nll with the best valid figure, learning rate, gradient norm, tokens per second; any rows will do."""
-    import matplotlib
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure  # without pyplot, whose backend belongs to whoever calls us: a notebook, say
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    with pyplot.rc_context(
-        {"font.size": 9, "axes.titlesize": 10, "axes.spines.top": False, "axes.spines.right": False}
-    ):
-        figure, axes = pyplot.subplots(2, 2, figsize=(9.0, 5.4))
+    with rc_context({"font.size": 9, "axes.titlesize": 10, "axes.spines.top": False, "axes.spines.right": False}):
+        figure = Figure(figsize=(9.0, 5.4))
+        axes = figure.subplots(2, 2)
         figure.subplots_adjust(**EDGES)  # a layout engine would take as long as all the rest
         nll, rate, norm, speed = axes.flat
         losses(nll, rows)
@@ -37,7 +34,6 @@ def draw_curves(path: Path, rows: Sequence[dict[str, Any]]) -> None:
         folder = path.resolve().parent
         figure.suptitle(f"{folder.parent.name}/{folder.name}", fontsize=11, fontweight="bold")
         figure.savefig(path, dpi=100)
-        pyplot.close(figure)
 
 
 def losses(axis: Any, rows: Sequence[dict[str, Any]]) -> None:
