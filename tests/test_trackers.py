@@ -11,6 +11,7 @@ import pytest
 from conftest import TINY, in_process
 
 from txl import trackers, tracking
+from txl.curves import draw_curves  # as it is, not as every test has it
 
 
 def run_of(name: str) -> Path:
@@ -35,13 +36,14 @@ def in_two_starts(*overrides: str) -> Path:
         with pytest.raises(RuntimeError, match="power cut"):
             in_process("train", *arguments)
     outcome = in_process("train", *arguments)
-    assert outcome.status == 0 and "goes on after update 3" in outcome.stderr
+    assert outcome.status == 0 and "goes on after update 3" in outcome.stderr and "warning" not in outcome.stderr
     return run_of("twice")
 
 
-def test_tensorboard_shows_each_update_once_by_updates_and_by_tokens():
+def test_tensorboard_shows_each_update_once_by_updates_and_by_tokens(monkeypatch):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+    monkeypatch.setattr(tracking, "draw_curves", draw_curves)
     path = in_two_starts("tracker=tensorboard")
     rows = tracking.read_metrics(path / "metrics.jsonl")
     names = ("train/nll", "train/lr", "train/grad_norm", "valid/nll", "valid/bits_per_byte", "tokens_per_second")
@@ -66,32 +68,41 @@ def test_tensorboard_shows_each_update_once_by_updates_and_by_tokens():
     assert len(events.Images("curves")) == 1
 
 
-def test_trackio_shows_each_update_once_and_connects_to_nobody(monkeypatch, tmp_path):
+def test_trackio_shows_each_update_once_and_connects_to_nobody(tmp_path):
     from trackio import sqlite_storage, utils
     from trackio.media import media
 
     def refuse(*_):
         raise AssertionError("a connection")
 
-    monkeypatch.setattr(socket.socket, "connect", refuse)
-    monkeypatch.setattr(socket.socket, "bind", refuse)
-    monkeypatch.setattr(socket, "getaddrinfo", refuse)
-    for module in (sqlite_storage, utils):
-        monkeypatch.setattr(module, "TRACKIO_DIR", tmp_path / "trackio")
-    for module in (utils, media):
-        monkeypatch.setattr(module, "MEDIA_DIR", tmp_path / "trackio" / "media")
-    path = in_two_starts("tracker=trackio", "tracker.project=test")
-    monkeypatch.undo()
+    with pytest.MonkeyPatch.context() as patched:
+        for owner, name in ((socket.socket, "connect"), (socket.socket, "bind"), (socket, "getaddrinfo")):
+            patched.setattr(owner, name, refuse)
+        for module in (sqlite_storage, utils):
+            patched.setattr(module, "TRACKIO_DIR", tmp_path / "trackio")
+        for module in (utils, media):
+            patched.setattr(module, "MEDIA_DIR", tmp_path / "trackio" / "media")
+        path = in_two_starts("tracker=trackio", "tracker.project=test")
 
     def asked(*words):
         line = [sys.executable, "-m", "trackio.cli", *words, "--project", "test", "--json"]
         environment = {**os.environ, "TRACKIO_DIR": str(tmp_path / "trackio"), "HF_HUB_OFFLINE": "1"}
         return json.loads(subprocess.run(line, check=True, capture_output=True, text=True, env=environment).stdout)
 
-    print(asked("list", "runs"))
-    print(asked("get", "run", "--run", f"twice/{path.name}"))
-    print(asked("get", "metric", "--run", f"twice/{path.name}", "--metric", "train/nll"))
-    assert 0
+    name = f"twice/{path.name}"
+    assert asked("list", "runs")["runs"] == [name]
+    told = asked("get", "run", "--run", name)
+    assert told["config"]["model"]["n_layer"] == 2 and {"sample", "curves"} <= set(told["metrics"])
+    rows = tracking.read_metrics(path / "metrics.jsonl")
+    for metric in ("train/nll", "valid/nll", "tokens"):
+        values = asked("get", "metric", "--run", name, "--metric", metric)["values"]
+        shown = [(value["step"], value["value"]) for value in values]
+        assert sorted({*shown}) == sorted({(row["step"], row[metric]) for row in rows if metric in row})
+        assert metric == "tokens" or len(shown) == len({*shown})
+    result = json.loads((path / "result.json").read_text())
+    (final,) = asked("get", "metric", "--run", name, "--metric", "final/test/nll")["values"]
+    assert (final["step"], final["value"]) == (6, result["test"]["nll"])
+    assert list((tmp_path / "trackio" / "media").rglob("*.png"))
 
 
 def test_without_git_a_run_is_tracked_all_the_same(monkeypatch, tmp_path):

@@ -130,7 +130,9 @@ class WandbTracker:
         if "error" in answer:
             raise RuntimeError(answer["error"])
         while self._online:
-            answer = self._online.answer(deadline - time.monotonic()) or {"error": "no answer"}
+            answer = self._online.answer(deadline - time.monotonic()) or {
+                "error": f"no answer in {self.upload_seconds} s"
+            }
             if "error" in answer:
                 self._offline_only(answer["error"])
             if "done" in answer:
