@@ -40,3 +40,11 @@ def test_the_benchmark_of_saving_prints_its_table(tmp_path):
     command = [sys.executable, "-m", "benchmarks.saving", "--million", "20", "--rounds", "1"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=True)
     assert "| ours until on disk | " in done.stdout and "an update with all checks takes " in done.stdout
+
+
+@pytest.mark.slow
+def test_the_benchmark_of_converting_prints_its_table():
+    command = [sys.executable, "-m", "benchmarks.interop", "--layers", "1", "--words", "1000"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=True)
+    rows = [line.split(" | ")[0].removeprefix("| ") for line in done.stdout.splitlines()[2:]]
+    assert rows == ["import", "export .pt", "export .safetensors"]

@@ -323,9 +323,19 @@ def test_an_argument_of_any_kind_is_understood_or_told(tmp_path, capsys, name):
 
 
 def test_numbers_that_are_not_finite_are_told(tmp_path, capsys):
+    weights, flags = golden_model("xl_post_norm")
+    model = MemTransformerLM(weights, flags)
+    with torch.no_grad():
+        model.word_emb.emb_layers[0].weight[3, 1] = torch.nan  # which is no equal to its twin in the output layer
+    save(Corpus(Vocab(WORDS[: flags["n_token"]])), tmp_path / "cache.pt")
+    line = told(capsys, save(model, tmp_path / "model.pt"), "run")
+    assert line == "FILE: its word_emb.emb_layers.0.weight holds numbers that are not finite"
+
+
+def test_names_out_of_a_file_cannot_steer_the_terminal(tmp_path, capsys):
     content, _, _ = nvidia_content("xl_post_norm")
-    content["model_state"]["module.r_w_bias"] = torch.full_like(content["model_state"]["module.r_w_bias"], torch.nan)
-    assert "r_w_bias holds numbers that are not finite" in told(capsys, save(content, tmp_path / "x.pt"), "run")
+    content["model_state"]["\x1b[2J\nred"] = torch.zeros(2)
+    assert "?[2J red not understood" in told(capsys, save(content, tmp_path / "x.pt"), "run")
 
 
 def test_what_the_authors_code_lacks_is_told(capsys):

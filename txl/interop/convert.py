@@ -83,12 +83,13 @@ def _model_and_config(
             raise ValueError(
                 f"its model has {n_token} tokens, its vocabulary {known.vocab.n_token} (--vocab gives another)"
             )
+        for key, tensor in source.state.items():
+            if isinstance(tensor, Tensor) and not tensor.isfinite().all():
+                raise ValueError(f"its {key} holds numbers that are not finite")
         state = source.state if known.order is None else sources.in_our_order(source, known.order)
         model = from_original(state, source.flags)
     except ValueError as error:
         raise ValueError(f"FILE: {error}") from error
-    if unfinite := [name for name, tensor in model.state_dict().items() if not tensor.isfinite().all()]:
-        raise ValueError(f"FILE: its {unfinite[0]} holds numbers that are not finite")
     fewer = f"the vocabulary has {known.vocab.n_token} tokens, the model {n_token}: the last ones stand for no text"
     config = {**plain(compose("train", of_data)), "name": name, "tgt_len": tgt_len, "model": model_config}
     notes = _absolute_memory(source.flags)
