@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, TINY, compose, in_process
+from interop import theirs
 from test_experiments import cut
 
 from txl import config as hydra_config
+from txl.interop import __main__ as interop
 
 README = (ROOT / "README.md").read_text()
 COMMANDS = [
@@ -23,7 +25,7 @@ PROGRAMS = [command for command in COMMANDS if re.match(r"python (train|evaluate
 
 def test_the_readme_has_commands_and_each_is_of_a_known_kind():
     assert len(PROGRAMS) >= 15
-    known = r"make (train|test|test-slow|lint|bench)\b|python (train|evaluate|generate)\.py|git clone |cd |pip install |python -m txl.report outputs|torchrun .* train\.py"
+    known = r"make (train|test|test-slow|lint|bench)\b|python (train|evaluate|generate)\.py|git clone |cd |pip install |python -m txl.report outputs|python -m txl.interop |torchrun .* train\.py"
     for command in COMMANDS:
         assert re.match(known, command), command
 
@@ -62,6 +64,16 @@ def test_readme_commands_run(command, trained_run, tmp_path):
         arguments = [f"steps={min(8, int(one[6:]))}" if one.startswith("steps=") else one for one in arguments]
     outcome = in_process(entry, *arguments)
     assert outcome.status == 0, outcome.stderr
+
+
+@pytest.mark.parametrize("command", [command for command in COMMANDS if "-m txl.interop" in command])
+def test_readme_conversions_run(command, trained_run):
+    """Each as it stands, on small models of the other codes."""
+    shutil.copytree(trained_run, "RUN")
+    theirs.authors_file(Path())
+    theirs.save(theirs.nvidia_content()[0], Path("checkpoint_best.pt"))
+    theirs.hugging_face_folder(Path("transfo-xl-wt103"))
+    assert interop.main(shlex.split(command)[3:]) == 0
 
 
 def test_readme_names_what_exists():
