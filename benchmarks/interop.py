@@ -42,10 +42,8 @@ def measured(*arguments: str) -> tuple[float, float, float]:
     """Wall seconds, CPU seconds and GiB of a command."""
     began = time.perf_counter()
     process = subprocess.Popen([sys.executable, "-m", "txl.interop", *arguments], stdout=sys.stderr)
-    _, status, usage = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
-    if process.returncode:
-        raise SystemExit(process.returncode)
+    _, process.returncode, usage = os.wait4(process.pid, 0)
+    assert process.returncode == 0, arguments
     return time.perf_counter() - began, usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 2**20
 
 
@@ -57,12 +55,9 @@ def main() -> None:
     print("| | wall seconds | CPU seconds | GiB |\n| --- | --- | --- | --- |")
     with tempfile.TemporaryDirectory(dir=".") as folder:
         theirs, run = str(hugging_face_folder(Path(folder) / "hf", asked.layers, asked.words)), f"{folder}/run"
-        for what, arguments in {
-            "import": (theirs, run),
-            "export .pt": (run, f"{folder}/out.pt"),
-            "export .safetensors": (run, f"{folder}/out.safetensors"),
-        }.items():
-            print(f"| {what} | " + " | ".join(f"{figure:.1f}" for figure in measured(*arguments)) + " |", flush=True)
+        for given, out in ((theirs, run), (run, f"{folder}/out.pt"), (run, f"{folder}/out.safetensors")):
+            what = f"export {Path(out).suffix}" if given == run else "import"
+            print(f"| {what} | " + " | ".join(f"{figure:.1f}" for figure in measured(given, out)) + " |", flush=True)
 
 
 if __name__ == "__main__":

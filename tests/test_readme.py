@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, TINY, compose, in_process
+from interop import theirs
 from test_experiments import cut
 
 from txl import config as hydra_config
+from txl.interop import __main__ as interop
 
 README = (ROOT / "README.md").read_text()
 COMMANDS = [
@@ -31,7 +33,7 @@ PROGRAMS = [
 
 def test_the_readme_has_commands_and_each_is_of_a_known_kind():
     assert len(PROGRAMS) >= 15
-    known = r"make (train|test|test-slow|lint|bench|notebooks)\b|python (train|evaluate|generate)\.py|git clone |cd |pip install |python -m txl.report outputs|wandb sweep conf/|torchrun .* train\.py"
+    known = r"make (train|test|test-slow|lint|bench|notebooks)\b|python (train|evaluate|generate)\.py|git clone |cd |pip install |python -m txl.report outputs|wandb sweep conf/|python -m txl.interop |torchrun .* train\.py"
     for command in COMMANDS:
         assert re.match(known, command), command
 
@@ -75,6 +77,16 @@ def test_readme_commands_run(command, trained_run, tmp_path, monkeypatch):
                 arguments[place] = f"{key}={min(cut_down[key], int(value))}"
     outcome = in_process(entry, *arguments)
     assert outcome.status == 0, outcome.stderr
+
+
+@pytest.mark.parametrize("command", [command for command in COMMANDS if "-m txl.interop" in command])
+def test_readme_conversions_run(command, trained_run):
+    """Each as it stands, on small models of the other codes."""
+    shutil.copytree(trained_run, "RUN")
+    theirs.authors_file(Path())
+    theirs.save(theirs.nvidia_content()[0], Path("checkpoint_best.pt"))
+    theirs.hugging_face_folder(Path("transfo-xl-wt103"))
+    assert interop.main(shlex.split(command)[3:]) == 0
 
 
 def test_readme_names_what_exists():

@@ -122,6 +122,7 @@ def test_files_that_hold_no_model_are_told(tmp_path):
         "holds a list": [1, 2],
         "built otherwise": {"model_state": [], "model_config": {}},
         "its model has no layers": _without(MemTransformerLM(*golden_model("xl_post_norm")), "layers"),
+        "built otherwise than such models are": _inside_itself(MemTransformerLM(*golden_model("xl_post_norm"))),
         "its flags or parameters": {"state_dict": 3, "flags": {}},
         "is a run of this project": {"format": "txl-2"},
     }
@@ -130,6 +131,11 @@ def test_files_that_hold_no_model_are_told(tmp_path):
         with pytest.raises(ValueError, match=message) as told:
             sources.read(path)
         assert str(told.value).startswith("FILE: ")
+
+
+def _inside_itself(model):
+    model._modules["again"] = model
+    return model
 
 
 def _without(model, name):

@@ -108,6 +108,13 @@ def test_a_file_that_is_no_vocabulary_is_told(tmp_path, content, message):
     assert str(told.value).startswith(("--vocab:", "data.vocab"))
 
 
+def test_a_corpus_that_is_its_own_vocabulary_holds_none(tmp_path):
+    corpus = Corpus(None)
+    corpus.vocab = corpus
+    with pytest.raises(ValueError, match="holds no vocabulary"):
+        vocabularies.read(save(corpus, tmp_path / "cache.pt"))
+
+
 def test_a_file_that_is_not_there_is_told(tmp_path):
     with pytest.raises(ValueError, match="--vocab: cannot read"):
         vocabularies.read(tmp_path / "none")

@@ -76,7 +76,7 @@ def _of_state(state: dict[str, Any]) -> Known:
 
 def _of_object(value: Any) -> Known | None:
     if pickles.is_a(value, "Corpus"):
-        return _of_object(value.get("vocab"))
+        value = value.get("vocab")
     if pickles.is_a(value, "OpenAIVocab"):
         raise ValueError("--vocab: the checkpoint's tokens are GPT-2's; give --vocab tokenizer.json, GPT-2's own")
     attributes = value.attributes if isinstance(value, Inert) else value
