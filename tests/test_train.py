@@ -181,7 +181,8 @@ def test_a_sweep_runs_every_point_and_survives_a_bad_one(tmp_path):
     cut = [override for override in TINY if not override.startswith(("model.n_layer", "steps"))]
     outcome = command("train", "-m", "model.n_layer=1,0,2", "seed=1,2", "steps=2", *cut, cwd=tmp_path)
     runs = list((tmp_path / "outputs" / "python_docs").iterdir())
-    assert len(runs) == 4 and all((run / "result.json").exists() for run in runs)
+    runs, failed = ([run for run in runs if (run / name).exists()] for name in ("result.json", "error.txt"))
+    assert len(runs) == 4 and len(failed) == 2
     assert outcome.status == 1 and "model.n_layer: must be at least 1 and below 2^31, got 0" in outcome.stderr
     assert sorted(path.name for path in (tmp_path / "outputs").iterdir()) == [".sweep", "python_docs"]
     figures = {json.loads((run / "result.json").read_text())["valid"]["nll"] for run in runs}

@@ -2,7 +2,7 @@
 
 python -m txl.interop FILE OUT               a model of the authors, NVIDIA or Hugging Face becomes the run folder OUT
 python -m txl.interop model.pt OUT --vocab cache.pt --data wikitext103
-python -m txl.interop RUN OUT.pt             back: the authors' names and arguments, for torch.load(weights_only=True)
+python -m txl.interop RUN OUT.pt             back: the authors' names and arguments, as torch.load takes them with weights_only=True
 python -m txl.interop RUN OUT.safetensors    the same as safetensors
 """
 
