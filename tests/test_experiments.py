@@ -191,6 +191,7 @@ def cut(name, folder):
 @pytest.mark.parametrize(
     "name", [*PUBLISHED, *(f"ablation_{row}" for row in list(ABLATIONS)[::4])]
 )  # all: tests/test_sweep.py
+@pytest.mark.slow
 def test_every_published_experiment_trains_and_is_measured(name, tmp_path):
     outcome = in_process("train", f"experiment={name}", *cut(name, tmp_path / "data"))
     assert outcome.status == 0, outcome.stderr

@@ -24,6 +24,7 @@ from txl.training import Diverged, updates
     ("part", "trials"),
     [("kills", 3), ("points", 1000), ("damage", 200), ("retention", 15)],
 )
+@pytest.mark.slow
 def test_soak(part, trials, tmp_path):
     """A fast share of `make soak`: random kills, every point of a save, damage."""
     program = [sys.executable, str(ROOT / "tests" / "soak.py"), part, str(trials)]

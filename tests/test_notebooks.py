@@ -26,6 +26,7 @@ def test_there_are_three_notebooks():
 
 
 @each_notebook
+@pytest.mark.slow
 def test_a_notebook_runs_with_few_updates(source, monkeypatch):
     """In this process: a kernel takes longer to start than most cells to run."""
     monkeypatch.setattr(sys, "path", list(sys.path))

@@ -39,6 +39,7 @@ def test_the_readme_has_commands_and_each_is_of_a_known_kind():
 
 
 @pytest.mark.parametrize("command", PROGRAMS)
+@pytest.mark.slow
 def test_readme_commands_run(command, trained_run, tmp_path, monkeypatch):
     """Each as it stands, on a small model: sizes are cut by overrides, RUN is a run's folder."""
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"To be\n/quit\n")))
