@@ -68,7 +68,7 @@ def prepare(cfg) -> "Job":
         path, config = folder, resuming.resumed_paths(folder, config, hydra_config.task_overrides() or [])
         resuming.refuse_what_cannot_change(path, config)
     changed = resuming.differences(path, config)
-    return resuming.Job(path, config, overrides or [], changed, folder is not None)
+    return resuming.Job(path, config, overrides, changed, folder is not None)
 
 
 def work(job: "Job", ranks: "Ranks", stop: StopSignals) -> float:

@@ -1,14 +1,18 @@
 """generate.py as a user meets it: the continuation, byte for byte, and what it refuses."""
 
+import io
 import json
 import os
 import re
+import sys
 from pathlib import Path
 
 import pytest
 from conftest import characters_run, command, in_process, refused
 
+import generate
 from txl import generation
+from txl.config import call
 from txl.instruments.showing import readable
 
 
@@ -57,6 +61,18 @@ def test_generate_writes_the_continuation_then_one_newline(trained_run):
     assert len(first.stdout) == 31 and first.stdout.endswith(b"\n")
     assert in_process("generate", *arguments).stdout == first.stdout
     assert in_process("generate", *arguments, "seed=2").stdout != first.stdout
+
+
+def test_generate_writes_text_where_bytes_cannot_be_written(trained_run, monkeypatch):
+    """A notebook's standard output has no `buffer`."""
+    written = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", written)
+    asked = [f"checkpoint={trained_run}", "prompt=é", "max_new_tokens=20"]
+    (text,) = call(generate.main, asked)
+    assert written.getvalue() == text.decode("utf-8", "replace") + "\n"
+    written.truncate(0)
+    (figures,) = call(generate.main, [*asked, "score=true"])
+    assert f"tokens {figures['tokens']}\n" in written.getvalue()
 
 
 def test_generate_separates_samples_and_each_can_be_had_alone(trained_run):

@@ -107,6 +107,10 @@ def test_a_call_from_python_has_a_folder_of_its_own():
     (path,) = Path("outputs/python_docs").iterdir()
     assert path.name.startswith("config-")
     assert nll == json.loads((path / "result.json").read_text())["valid"]["nll"]
+    assert train.main(compose(*TINY, "steps=2")) == nll
+    resumed = in_process("train", f"resume={path}", "steps=3")  # of what overrides? the defaults would be another model
+    assert resumed.status == 1 and re.match("resume: .* its overrides are not known", resumed.stderr)
+    assert len(resumed.stderr.splitlines()) == 1
 
 
 def test_eval_mem_len_measures_with_another_memory(trained_run):

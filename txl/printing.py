@@ -7,7 +7,7 @@ import json
 import math
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Literal
+from typing import BinaryIO, Literal, TextIO
 
 from rich.color import Color
 from rich.console import COLOR_SYSTEMS, Console
@@ -81,6 +81,24 @@ def whole_characters(text: bytes, ended: bool) -> Iterator[tuple[int, int]]:
         yield first, stop
 
 
+class _Decoding:
+    """Takes bytes for a stream that takes text: a character is written once it is whole, � for bytes that are none."""
+
+    def __init__(self, stream: TextIO):
+        self._stream, self._decoder = stream, codecs.getincrementaldecoder("utf-8")("replace")
+
+    def write(self, data: bytes) -> None:
+        self._stream.write(self._decoder.decode(data))
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+
+def standard_output() -> BinaryIO | _Decoding:
+    """Where bytes are written as they are; or, where standard output takes text alone, as a notebook's does, as text."""
+    return getattr(sys.stdout, "buffer", None) or _Decoding(sys.stdout)
+
+
 class Output:
     """Writes texts in their order: the first that has not ended as it grows, those behind it when their turn comes.
 
@@ -89,7 +107,7 @@ class Output:
 
     def __init__(self, rows: list[tuple[bytes, int]], *, format: str, seed: int, shades: Shades):
         self.rows, self.format, self.seed, self.shades = rows, format, seed, shades
-        self.stream, self.current, self.written = sys.stdout.buffer, 0, 0
+        self.stream, self.current, self.written = standard_output(), 0, 0
         self.texts, self.ended = [b""] * len(rows), [False] * len(rows)
         self.losses: list[list[float]] = [[] for _ in rows]
 

@@ -58,7 +58,7 @@ class Job:
 
     path: Path
     config: dict[str, Any]
-    overrides: list[str]
+    overrides: list[str] | None  # None: called from Python with a configuration alone
     changed: list[str]
     resumed: bool  # asked for by resume=
 
@@ -126,16 +126,22 @@ def resumed_overrides(path: Path, overrides: list[str]) -> list[str]:
     """The overrides of the run in a folder and, in place of those of the same key, the new ones.
 
     A new choice for a group (`model/memory=none`) also takes the place of old values in it (`model.memory.mem_len=16`).
-    A folder may come from a stranger: raises ValueError where its overrides name code or ask the environment.
+    A folder may come from a stranger: raises ValueError where its overrides name code or ask the environment, and where
+    the run has none, because `main(cfg)` began it.
     """
     try:
         old = json.loads((path / "overrides.json").read_text())
-        assert isinstance(old, list) and all(isinstance(override, str) for override in old)
+        assert old is None or (isinstance(old, list) and all(isinstance(override, str) for override in old))
         assert (path / "config.yaml").is_file()
     except (OSError, ValueError, AssertionError, RecursionError):
         raise ValueError(
             f"resume: {path} is not the folder of a run (no readable overrides.json and config.yaml)"
         ) from None
+    if old is None:
+        raise ValueError(
+            f"resume: {path} was begun from Python with a configuration, and its overrides are not known; call "
+            "train.main with the same one to go on, or txl.config.call with overrides"
+        )
     new = {full_key(override): override for override in overrides if key_of(override) != "resume"}
 
     def replaced(key: str) -> bool:
@@ -269,7 +275,7 @@ def _clear_up(path: Path, step: int) -> None:
             best.unlink()
 
 
-def settle(path: Path, config: Mapping[str, Any], overrides: list[str]) -> None:
+def settle(path: Path, config: Mapping[str, Any], overrides: list[str] | None) -> None:
     """Makes a configuration that of the folder, once there is something to save; the figures of another one are void."""
     if (path / "config.yaml").exists() and load_yaml(path / "config.yaml") == config:
         return

@@ -1,7 +1,6 @@
 """What a given text costs: each token but the first, as `evaluate.py` scores the tokens of a split."""
 
 import json
-import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +12,7 @@ from txl.evaluation import figure, token_nll
 from txl.generation import check_known
 from txl.instruments.showing import readable
 from txl.model import TransformerXL
-from txl.printing import Shades, exact
+from txl.printing import Shades, exact, standard_output
 
 
 @dataclass(frozen=True)
@@ -61,12 +60,12 @@ def score_all(
     named: bool,
 ) -> list[dict[str, Any]]:
     """Writes a line for each text, as soon as it is read, with the text behind if `named`; returns the figures."""
-    found = []
+    found, stream = [], standard_output()
     for text in texts:
         scored = score(model, text, encoder, resets=resets, tgt_len=tgt_len, precision=precision)
         line = _row(text, scored) if format == "jsonl" else _line(text, scored, shades, named=named)
-        sys.stdout.buffer.write(line + b"\n")
-        sys.stdout.buffer.flush()
+        stream.write(line + b"\n")
+        stream.flush()
         found.append(scored.figures)
     return found
 

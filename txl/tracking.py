@@ -28,8 +28,8 @@ class Metrics:
     """metrics.jsonl: one JSON object a line, on disk when `log` returns.
 
     Opened at a step, it drops the lines after it, and valid figures after the step `measured`: a run that goes on from there
-    will write them again. Lines that a full
-    disk refuses are kept and written with a later one; a warning says so once, and training goes on.
+    will write them again. Lines that a full disk refuses are kept and written with a later one; a warning says so once,
+    and training goes on.
     """
 
     def __init__(self, path: Path, *, step: int, measured: int | None = None):
