@@ -1,5 +1,6 @@
 """What every test needs: one thread, a cache and a working directory of its own, and the entry points as functions."""
 
+import contextlib
 import importlib
 import io
 import os
@@ -18,6 +19,7 @@ sys.path.insert(0, str(ROOT))
 
 import pytest
 import torch
+from hydra._internal.hydra import Hydra
 from hydra.core.hydra_config import HydraConfig
 from torch.profiler import ProfilerActivity, profile
 
@@ -45,6 +47,14 @@ TINY = [
 ]
 
 
+@contextlib.contextmanager
+def composed_once() -> Iterator[None]:
+    """Hydra composes a whole configuration a first time only to read `hydra.mode`, which nothing here sets: half of a test's time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Hydra, "get_mode", lambda *_, **__: None)
+        yield
+
+
 class Outcome(NamedTuple):
     status: int
     stdout: bytes
@@ -59,7 +69,8 @@ def in_process(entry: str, *arguments: str) -> Outcome:
     sys.stdout, sys.stderr = io.TextIOWrapper(io.BytesIO(), write_through=True), io.StringIO()
     status = 0
     try:
-        hydra_config.launch(module.main, literals=entry == "generate")
+        with composed_once():
+            hydra_config.launch(module.main, literals=entry == "generate")
     except SystemExit as stop:
         status = stop.code
     finally:

@@ -7,7 +7,7 @@ import json
 import math
 import sys
 from collections.abc import Iterator, Sequence
-from typing import BinaryIO, Literal, TextIO
+from typing import Any, Literal
 
 from rich.color import Color
 from rich.console import COLOR_SYSTEMS, Console
@@ -84,7 +84,7 @@ def whole_characters(text: bytes, ended: bool) -> Iterator[tuple[int, int]]:
 class _Decoding:
     """Takes bytes for a stream that takes text: a character is written once it is whole, � for bytes that are none."""
 
-    def __init__(self, stream: TextIO):
+    def __init__(self, stream: Any):
         self._stream, self._decoder = stream, codecs.getincrementaldecoder("utf-8")("replace")
 
     def write(self, data: bytes) -> None:
@@ -94,8 +94,8 @@ class _Decoding:
         self._stream.flush()
 
 
-def standard_output() -> BinaryIO | _Decoding:
-    """Where bytes are written as they are; or, where standard output takes text alone, as a notebook's does, as text."""
+def standard_output() -> Any:
+    """A stream for bytes, which are written as they are; or, where standard output takes text alone, as in a notebook, as text."""
     return getattr(sys.stdout, "buffer", None) or _Decoding(sys.stdout)
 
 
