@@ -7,9 +7,9 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # threads that wait without spinning: the machine may be busy
 os.environ["WANDB_MODE"] = "offline"
@@ -53,6 +53,12 @@ def composed_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Hydra, "get_mode", lambda *_, **__: None)
         yield
+
+
+def mostly_slow(cases: Iterable[Any], *, fast: int) -> list[Any]:
+    """Parameters of a test of which one in `fast` is among the fast tests; `make test-slow` has the others."""
+    cases = [case if isinstance(case, tuple) else (case,) for case in cases]
+    return [pytest.param(*case, marks=[pytest.mark.slow] * bool(number % fast)) for number, case in enumerate(cases)]
 
 
 class Outcome(NamedTuple):

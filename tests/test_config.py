@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, TINY, compose, in_process
+from conftest import ROOT, TINY, compose, in_process, mostly_slow
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hypothesis import given, settings
@@ -34,7 +34,7 @@ GROUPS = {
 CHOICES = [f"{group}={option}" for group, options in GROUPS.items() for option in options if option != "hub"]
 
 
-@pytest.mark.parametrize("choice", ["seed=1", *CHOICES])
+@pytest.mark.parametrize("choice", mostly_slow(["seed=1", *CHOICES], fast=3))
 def test_every_config_composes_passes_check_and_builds_on_meta(choice):
     cfg = compose(choice)
     check(cfg)

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import tiny_model
+from conftest import mostly_slow, tiny_model
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional as F
@@ -76,13 +76,16 @@ MODELS = {
 
 @pytest.mark.parametrize(
     ("model", "tgt_len", "batch_size"),
-    [
-        *((model, 7, 3) for model in MODELS),
-        ("memory", 1, 3),
-        ("memory", 4, 1),
-        ("compressive", 4, 1),
-        ("absolute", 1, 3),
-    ],
+    mostly_slow(
+        [
+            *((model, 7, 3) for model in MODELS),
+            ("memory", 1, 3),
+            ("memory", 4, 1),
+            ("compressive", 4, 1),
+            ("absolute", 1, 3),
+        ],
+        fast=2,
+    ),
 )
 def test_segments_of_any_length_and_warmed_lanes_give_the_figure_of_tgt_len(model, batch_size, tgt_len):
     """Three layers, so that a lane must be warmed by more than the memory; the text ends inside a segment."""

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from conftest import tiny_model
+from conftest import mostly_slow, tiny_model
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
@@ -79,7 +79,8 @@ def one_by_one(texts, tokens):
 
 
 @pytest.mark.parametrize(
-    ("variant", "prompt_len"), [*((variant, 12) for variant in MODELS), *((next(iter(MODELS)), n) for n in (1, 33))]
+    ("variant", "prompt_len"),
+    mostly_slow([*((variant, 12) for variant in MODELS), *((next(iter(MODELS)), n) for n in (1, 33))], fast=2),
 )
 def test_cached_generation_equals_recomputation_at_every_step(variant, prompt_len):
     """Far past several times the memory, for which the buffers move many times."""
@@ -104,7 +105,7 @@ def test_further_tokens_read_at_once_are_read_as_one_by_one(variant):
         torch.testing.assert_close(texts.log_probs[0], one[place], rtol=0, atol=1e-11)
 
 
-@pytest.mark.parametrize("length", [5, 10, 1000])
+@pytest.mark.parametrize("length", mostly_slow([5, 10, 1000], fast=3))
 def test_a_prompt_read_in_long_segments_is_read_as_in_segments_of_the_context(length, monkeypatch):
     monkeypatch.setattr(generation, "PROMPT_AT_ONCE", length)
     for variant in MODELS:
@@ -113,7 +114,7 @@ def test_a_prompt_read_in_long_segments_is_read_as_in_segments_of_the_context(le
         torch.testing.assert_close(texts.log_probs, by_hidden_states(model, prompt, 0), rtol=0, atol=1e-11)
 
 
-@pytest.mark.parametrize("variant", MODELS)
+@pytest.mark.parametrize("variant", mostly_slow(MODELS, fast=3))
 def test_prompts_of_unequal_length_are_continued_as_if_each_were_alone(variant):
     """Past the point where the last filling has left the window; with copies, each of which goes its own way."""
     model, lengths, copies = tiny_model(*MODELS[variant]), [3, 17, 1, 6], [2, 1, 3, 1]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import TINY, finished, in_process, refused, state_of, text_data
+from conftest import TINY, finished, in_process, mostly_slow, refused, state_of, text_data
 
 from txl import checkpoint
 from txl.config import build
@@ -32,8 +32,10 @@ def trained(name, position, memory, *overrides):
     return next(Path("outputs", name).iterdir())
 
 
-@pytest.mark.parametrize("memory", MEMORIES)
-@pytest.mark.parametrize("position", POSITIONS)
+@pytest.mark.parametrize(
+    ("position", "memory"),
+    mostly_slow([(position, memory) for memory in MEMORIES for position in POSITIONS], fast=7),
+)
 def test_every_position_with_every_memory(position, memory):
     """Trains; its checkpoint is measured, with the figure of the run, and generates."""
     run = trained("option", position, memory, "eval_every=6", "data.max_bytes=8000")

@@ -4,7 +4,7 @@ import re
 import shutil
 
 import pytest
-from conftest import ROOT, TINY, compose, in_process, refused, state_of
+from conftest import ROOT, TINY, compose, in_process, mostly_slow, refused, state_of
 
 from txl.config import load_yaml, plain
 from txl.resuming import REFUSED, flat, why_refused
@@ -80,7 +80,7 @@ TRIED = {
 HASHED = {"data.max_bytes": ("10000", "the text of data"), "data/vocab": ("characters", "another vocabulary")}
 
 
-@pytest.mark.parametrize("key", [key for key, value in TRIED.items() if value is not None])
+@pytest.mark.parametrize("key", mostly_slow((key for key, value in TRIED.items() if value is not None), fast=4))
 def test_a_key_changes_on_resume_as_the_table_says(key, trained_run, tmp_path):
     path = shutil.copytree(trained_run, tmp_path / "copy")
     steps = [] if key == "steps" else ["steps=8"]

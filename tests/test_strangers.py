@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, TINY, finished, in_process, refused, run_files, small_state, state_of, text_data
+from conftest import ROOT, TINY, finished, in_process, mostly_slow, refused, run_files, small_state, state_of, text_data
 
 from txl import archive
 
@@ -140,32 +140,35 @@ LAYER = "layers.0.feedforward_norm.bias"
 
 @pytest.mark.parametrize(
     ("where", "new"),
-    [
-        (f"model/{LAYER}", torch.zeros(17)),
-        (f"model/{LAYER}", torch.zeros(16, dtype=torch.float64)),
-        (f"model/{LAYER}", GIANT),
-        (f"model/{LAYER}", torch.full((16,), math.nan)),
-        ("model/extra", torch.zeros(1)),
-        (f"run/optimizer/state/{LAYER}/exp_avg", torch.zeros(3)),
-        (f"run/optimizer/state/{LAYER}/exp_avg", GIANT),
-        ("run/optimizer/state/other", {}),
-        ("run/optimizer/param_groups/0/params", ["other"]),
-        ("run/optimizer", None),
-        ("run/mems", [torch.zeros(2, 16, 16)]),
-        ("run/mems/0", torch.zeros(3, 16, 16)),
-        ("run/mems/0", torch.zeros(2, 16, 16, dtype=torch.int64)),
-        ("run/mems/0", GIANT),
-        ("run/mems/0", 5),
-        ("run/rng", []),
-        ("run/rng/0/cpu", torch.zeros(3, dtype=torch.uint8)),
-        ("run/rng/0", 5),
-        ("run/lanes/position", 10**9),
-        ("run/lanes/epoch", "x"),
-        ("run/lanes", None),
-        ("run/step", "3"),
-        ("run/valid_nll", ["x"]),
-        ("run/scaler", 5),
-    ],
+    mostly_slow(
+        [
+            (f"model/{LAYER}", torch.zeros(17)),
+            (f"model/{LAYER}", torch.zeros(16, dtype=torch.float64)),
+            (f"model/{LAYER}", GIANT),
+            (f"model/{LAYER}", torch.full((16,), math.nan)),
+            ("model/extra", torch.zeros(1)),
+            (f"run/optimizer/state/{LAYER}/exp_avg", torch.zeros(3)),
+            (f"run/optimizer/state/{LAYER}/exp_avg", GIANT),
+            ("run/optimizer/state/other", {}),
+            ("run/optimizer/param_groups/0/params", ["other"]),
+            ("run/optimizer", None),
+            ("run/mems", [torch.zeros(2, 16, 16)]),
+            ("run/mems/0", torch.zeros(3, 16, 16)),
+            ("run/mems/0", torch.zeros(2, 16, 16, dtype=torch.int64)),
+            ("run/mems/0", GIANT),
+            ("run/mems/0", 5),
+            ("run/rng", []),
+            ("run/rng/0/cpu", torch.zeros(3, dtype=torch.uint8)),
+            ("run/rng/0", 5),
+            ("run/lanes/position", 10**9),
+            ("run/lanes/epoch", "x"),
+            ("run/lanes", None),
+            ("run/step", "3"),
+            ("run/valid_nll", ["x"]),
+            ("run/scaler", 5),
+        ],
+        fast=2,
+    ),
 )
 def test_a_state_that_does_not_fit_is_refused_before_anything_is_copied(where, new, trained_run, tmp_path, monkeypatch):
     path = shutil.copytree(trained_run, tmp_path / "copy")

@@ -31,7 +31,7 @@ class Stopped(BaseException):
 
 def leave(received: int) -> None:
     """What a signal does while there is nothing to lose."""
-    raise Stopped.by(received, "stopped; this process had nothing to save")
+    raise Stopped.by(received, "stopped with nothing to save in this process")
 
 
 class StopSignals:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import in_process, refused
+from conftest import in_process, mostly_slow, refused
 from loud import loud, measured, subject_of
 from remade import SCHEMES, remade
 
@@ -49,7 +49,7 @@ def by_segments(subject, *, length, first, n_target):
     return sum(nll[first : first + n_target]) / n_target
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", mostly_slow(SCHEMES, fast=3))
 def test_both_ways_equal_slow_ones(scheme, trained_run, quick):
     subject = subject_of(f"checkpoint={remade(trained_run, 'other.pt', *SCHEMES[scheme])}")
     with torch.no_grad():
