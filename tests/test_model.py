@@ -2,7 +2,7 @@ import itertools
 
 import pytest
 import torch
-from conftest import TINY_MODEL, compose, tiny_model
+from conftest import TINY_MODEL, compose, mostly_slow, tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -272,7 +272,7 @@ def document_marks():
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("length", [1, 4, 7, 24])
+@pytest.mark.parametrize("length", mostly_slow([7, 1, 24, 4], fast=2))
 def test_no_token_attends_across_the_border_of_a_document(variant, length, tokens):
     """Every document is read as if it stood alone, wherever its border falls: at a segment's start, inside, in the memory."""
     model = tiny_model("model.memory.mem_len=24", *VARIANTS[variant])

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import rank_work
 import torch
-from conftest import ROOT, TINY, command, in_process, refused, run_files, state_of
+from conftest import ROOT, TINY, command, in_process, mostly_slow, refused, run_files, state_of
 
 from txl import ranks, tracking
 from txl.signals import StopSignals
@@ -32,6 +32,7 @@ def alone():
     return rank_work.train_all(ranks.ALONE, StopSignals())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", rank_work.CASES)
 def test_two_processes_see_what_one_sees(case, together, alone):
     """Losses, norms, weights and memory, with accumulation, adaptive softmax, borders, the last short segment, a fresh start."""
@@ -46,7 +47,7 @@ def test_two_processes_see_what_one_sees(case, together, alone):
 
 
 @pytest.mark.parametrize("case", ["plain", "adaptive", "borders"])
-@pytest.mark.parametrize("accumulate", [2, 4, 8])
+@pytest.mark.parametrize("accumulate", mostly_slow([4, 2, 8], fast=3))
 def test_accumulated_gradients_are_those_of_the_whole_batch(case, accumulate, monkeypatch):
     """Each chunk with its own memory, in float64, over two passes of the text."""
     results = []

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import in_process, refused
+from conftest import in_process, mostly_slow, refused
 from loud import loud, measured, subject_of
 from remade import SCHEMES, remade
 
@@ -123,7 +123,7 @@ def test_it_equals_a_plain_loop(scheme, rule, batch_size, max_segments, trained_
     assert abs(found["dynamic"]["nll"] - found["static"]["nll"]) > 1e-4
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", mostly_slow(SCHEMES, fast=3))
 def test_updates_of_size_zero_change_no_bit(scheme, trained_run):
     """The path of the updates, with none, with some of size zero, and the plain figure, which agrees to rounding."""
     file = remade(trained_run, "other.pt", *SCHEMES[scheme])
