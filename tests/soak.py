@@ -330,7 +330,8 @@ class Soak:
         assert step in (2, 3) and (status == -9 or step == 3)
         assert all(torch.equal(one, other) for (_, one), (_, other) in
                    zip(tensors(found[1]["run"]), tensors(self._state(step)["run"]), strict=True))  # fmt: skip
-        resuming._clear_up(folder, step)
+        resuming.clear_up(folder, found[0], step, 2)
+        assert not (folder / "last.next.pt").exists()
         assert checkpoint.load(folder / "best.pt")["step"] == (3 if step == 3 else 1), point
         writer.save(self._state(4), best=True)
         writer.wait()
@@ -492,7 +493,7 @@ class Soak:
                     assert torch.equal(found[1]["model"]["weight"], self._state(best_known)["model"]["weight"])
                 if found is not None:
                     whole.add(found[1]["step"])
-                    resuming._clear_up(folder, found[1]["step"])
+                    resuming.clear_up(folder, found[0], found[1]["step"], keep)
             assert (folder / "last-mine.pt").read_text() == "mine" and (folder / "last.9x.pt").is_symlink()
             assert (folder / "last.10-mine.pt").is_dir()
             shutil.rmtree(folder)

@@ -60,6 +60,21 @@ def test_what_a_killed_process_left_half_written_is_cleared_away_by_the_next():
     assert (path / "mine.pt").read_bytes() == b"foreign"
 
 
+@pytest.mark.parametrize("renamed", [0, 1, 2])
+def test_a_last_state_that_a_killed_process_did_not_name_gets_its_name(renamed):
+    """Killed after some of the three renames of its save; no update is left that would save another."""
+    path = finished("run", "save_every=1", "keep_last=3")
+    expected = {file.name: file.read_bytes() for file in path.glob("*.pt")}
+    assert sorted(expected) == ["best.pt", "last.1.pt", "last.2.pt", "last.pt"]
+    (path / "last.pt").rename(path / "last.next.pt")
+    for younger, older in [("last.pt", "last.1.pt"), ("last.1.pt", "last.2.pt")][: 2 - renamed]:
+        (path / older).rename(path / younger)
+    (path / "result.json").unlink()
+    outcome = in_process("train", "name=run", "save_every=1", "keep_last=3", *TINY)
+    assert outcome.status == 0 and "/last.pt" in outcome.stderr
+    assert {file.name: file.read_bytes() for file in path.glob("*.pt")} == expected
+
+
 def test_a_file_without_a_digest_or_with_that_of_another_is_refused():
     archive.write(Path("a.pt"), small_state(1))
     archive.write(Path("b.pt"), small_state(2))

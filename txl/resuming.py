@@ -16,7 +16,8 @@ from txl.config import load_yaml, to_yaml
 from txl.data.vocab import fingerprint
 from txl.ranks import Ranks, seed_of
 from txl.runs import FILES, FREE, Parts, full_key, key_of, result
-from txl.runtime import write_json, write_whole
+from txl.runtime import sync_folder, write_json, write_whole
+from txl.saver import take_name
 from txl.settings import NO_AVERAGE
 from txl.sharding import for_saving
 
@@ -228,7 +229,8 @@ def go_on(job: Job, parts: Parts, ranks: Ranks, steps: int, environment: Mapping
         if found is None:
             return None
         content = found[1]
-        return found[0], archive.digest(path / found[0])
+        name = clear_up(path, found[0], content["step"], job.config["keep_last"])
+        return name, archive.digest(path / name)
 
     chosen = ranks.from_main(choose)
     if chosen is None:
@@ -255,14 +257,15 @@ def go_on(job: Job, parts: Parts, ranks: Ranks, steps: int, environment: Mapping
         before = content.get("environment", {}).get(key)
         if before != now:
             ranks.say(f"resume: {key}: {before}, now {now}: the figures go on to rounding, not bit for bit")
-    if ranks.main:
-        _clear_up(path, parts.run.step)
 
 
-def _clear_up(path: Path, step: int) -> None:
-    """Removes what was half-written, and finishes what was written but not yet named."""
+def clear_up(path: Path, name: str, step: int, keep: int) -> str:
+    """Removes what was half-written, and names what was written but not yet named; the new name of that state, after `step`."""
     for half in (*path.glob(".*.pt-*"), *path.glob(".*.json-*"), *path.glob(".*.yaml-*")):
         half.unlink(missing_ok=True)
+    if name == "last.next.pt":
+        take_name(path, keep)
+        name = "last.pt"
     best = path / "best.next.pt"
     if best.exists():
         try:
@@ -273,6 +276,8 @@ def _clear_up(path: Path, step: int) -> None:
             os.replace(best, path / "best.pt")
         else:
             best.unlink()
+    sync_folder(path)
+    return name
 
 
 def settle(path: Path, config: Mapping[str, Any], overrides: list[str] | None) -> None:

@@ -58,16 +58,21 @@ class Saver:
                 archive.write(self.folder / "best.next.pt", of_best(content))
             archive.write(self.folder / "last.next.pt", content)
             self._settle()
-            names = [self.folder / "last.pt"] + [self.folder / f"last.{age}.pt" for age in range(1, self.keep)]
-            for younger, older in reversed(list(pairwise(names))):
-                if younger.exists():
-                    os.replace(younger, older)
-            os.replace(self.folder / "last.next.pt", names[0])
+            take_name(self.folder, self.keep)
             if best:
                 os.replace(self.folder / "best.next.pt", self.folder / "best.pt")
             sync_folder(self.folder)
         except BaseException as error:
             self._error = error
+
+
+def take_name(folder: Path, keep: int) -> None:
+    """Makes last.next.pt last.pt; those before it grow older, as far as one is missing among the `keep` that stay."""
+    names = [folder / "last.pt"] + [folder / f"last.{age}.pt" for age in range(1, keep)]
+    missing = next((age for age, name in enumerate(names) if not name.exists()), keep - 1)
+    for younger, older in reversed(list(pairwise(names[: missing + 1]))):
+        os.replace(younger, older)
+    os.replace(folder / "last.next.pt", names[0])
 
 
 def of_best(content: Mapping[str, Any]) -> dict[str, Any]:
