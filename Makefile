@@ -23,7 +23,7 @@ test: $(VENV)/.installed
 	$(BIN)/python -m pytest $(CHECKED) --numprocesses=auto --maxprocesses=4 $(ARGS)
 
 test-slow: $(VENV)/.installed
-	$(BIN)/python -m pytest -m slow $(ARGS)
+	$(BIN)/python -m pytest -m slow --numprocesses=auto --maxprocesses=2 $(ARGS)
 
 soak: $(VENV)/.installed
 	$(BIN)/python tests/soak.py $(TRIALS)

@@ -86,7 +86,9 @@ def in_process(entry: str, *arguments: str) -> Outcome:
     return Outcome(status, stdout, stderr)
 
 
-def command(entry: str, *arguments: str, cwd: Path, stdin: bytes = b"", **environment: str) -> Outcome:
+def command(
+    entry: str, *arguments: str, cwd: Path, stdin: bytes = b"", seconds: float = 600, **environment: str
+) -> Outcome:
     """Runs an entry point as a real command."""
     done = subprocess.run(
         [sys.executable, str(ROOT / f"{entry}.py"), *arguments],
@@ -94,7 +96,7 @@ def command(entry: str, *arguments: str, cwd: Path, stdin: bytes = b"", **enviro
         input=stdin,
         capture_output=True,
         env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-        timeout=600,
+        timeout=seconds,
     )
     return Outcome(done.returncode, done.stdout, done.stderr.decode(errors="replace"))
 

@@ -20,28 +20,22 @@ from txl import archive, resuming, runtime, saver, tracking, training
 from txl.training import Diverged, updates
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("part", "trials"),
-    [("kills", 3), ("points", 1000), ("damage", 200), ("retention", 15)],
+    [
+        *(("kills", 20), ("points", 1000), ("damage", 500), ("retention", 60)),
+        *(("steps", 12), ("stops", 3), ("chain", 1), ("repeats", 2)),
+    ],
 )
-@pytest.mark.slow
 def test_soak(part, trials, tmp_path):
-    """A fast share of `make soak`: random kills, every point of a save, damage."""
+    """A share of `make soak`: random kills, every point of a save, damage."""
     program = [sys.executable, str(ROOT / "tests" / "soak.py"), part, str(trials)]
     done = subprocess.run(
-        program, capture_output=True, text=True, timeout=600, env={**os.environ, "TMPDIR": str(tmp_path)}
+        program, capture_output=True, text=True, timeout=900, env={**os.environ, "TMPDIR": str(tmp_path)}
     )
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]
     assert done.stdout.splitlines()[-1].startswith(f"{part}: ")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("part", "trials"),
-    [("kills", 20), ("damage", 500), ("retention", 60), ("steps", 12), ("stops", 3), ("chain", 1), ("repeats", 2)],
-)
-def test_soak_longer(part, trials, tmp_path):
-    test_soak(part, trials, tmp_path)
 
 
 # The same folder, twice

@@ -42,8 +42,11 @@ def test_a_notebook_runs_with_few_updates(source, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("started_in", [".", "notebooks"])
-@each_notebook
+@pytest.mark.parametrize(
+    ("source", "started_in"),
+    list(zip([SOURCES[0], *SOURCES], [".", "notebooks", ".", "notebooks"], strict=True)),
+    ids=lambda value: getattr(value, "stem", value),
+)
 def test_a_notebook_runs_whole_in_a_kernel(source, started_in, tmp_path):
     """Started in the project's folder or in notebooks/; here in a folder that looks like it, to keep its runs apart."""
     for name in ("txl", "conf", "train.py", "evaluate.py", "generate.py"):
