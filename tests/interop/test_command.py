@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, in_process, run_files
+from conftest import ROOT, TINY, in_process, run_files
 from golden import part, read
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -164,6 +164,16 @@ def test_a_run_that_was_trained_here_goes_there_and_back_with_its_figures(traine
         for folder in (trained_run, run)
     ]
     assert figures[0] == figures[1]
+
+
+def test_a_new_run_begins_with_imported_weights(trained_run):
+    run, results = imported(exported(trained_run, Path("there.pt")), Path("back")), []
+    for name, first in {"of_run": trained_run, "of_import": run}.items():
+        outcome = in_process("train", f"name={name}", f"init_from={first}", *TINY)
+        assert outcome.status == 0, outcome.stderr
+        (folder,) = Path("outputs", name).iterdir()
+        results.append({**json.loads((folder / "result.json").read_text()), "seconds": None})
+    assert results[0] == results[1]
 
 
 @pytest.mark.parametrize("ending", ["pt", "safetensors"])
